@@ -23,7 +23,7 @@ from scipy.special import softmax
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import calibration_scores, class_wise_scores
-from bnncli.evaluation.statistics import ScoreGroup, examples_of, score_rows
+from bnncli.evaluation.statistics import ScoreGroup, compute_example_statistics, score_rows
 
 Row = dict[str, Any]
 LEVEL = 0.95
@@ -59,7 +59,7 @@ class World:
 
 def scores_of(probs: NDArray, labels: NDArray) -> list[ScoreGroup]:
     """The calibration errors in all their forms."""
-    return [*calibration_scores(examples_of(probs, labels)), class_wise_scores(probs, labels)]
+    return [*calibration_scores(compute_example_statistics(probs, labels)), class_wise_scores(probs, labels)]
 
 
 def truths(world: World, count: int, generator: np.random.Generator) -> dict[str, float]:

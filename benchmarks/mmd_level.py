@@ -20,7 +20,7 @@ from bnncli.evaluation.distances import (
     NUM_DRAWS,
     ThinnedDraws,
     compare_draws,
-    median_of,
+    median_distance,
     squared_distances,
     thin,
     thin_draws,
@@ -71,7 +71,7 @@ def p_values(case: tuple[int, int, float, str], args: argparse.Namespace) -> tup
             moved = ThinnedDraws(x.draws + args.shift, x.blocks, x.untested)
             distances = squared_distances(moved.draws, y.draws)
             compared = compare_draws(
-                moved, y, distances, median_of(distances.yy), generator=generator, num_permutations=199
+                moved, y, distances, median_distance(distances.yy), generator=generator, num_permutations=199
             )
             kept.append(math.nan if compared.p_value is None else compared.p_value)
     return found

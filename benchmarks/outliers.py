@@ -22,9 +22,9 @@ from bnncli.artifacts.features import read_features
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation.curves import roc_curve
 from bnncli.evaluation.decisions import fit_outliers
-from bnncli.evaluation.detectors import TrainingFeatures, declared, example_scores, of_predictions
+from bnncli.evaluation.detectors import TrainingFeatures, all_detectors, example_scores, prediction_detectors
 from bnncli.evaluation.feature_scores import TailRanks
-from bnncli.evaluation.statistics import examples_of
+from bnncli.evaluation.statistics import compute_example_statistics
 
 MAKERS = {"network": "map.plug-in", "laplace": "laplace.mc"}
 PARTS = ("energy (network)", "mahalanobis", "knn")
@@ -69,7 +69,7 @@ def scores_of(folder: Path) -> dict[str, Scores]:
         lambda purpose: torch.Generator().manual_seed(0),
         {"neighbors": 50},
     )
-    fitted = [one.of_features(given) for one in declared().values() if one.of_features is not None]
+    fitted = [one.of_features(given) for one in all_detectors().values() if one.of_features is not None]
     found: dict[str, Scores] = {}
     for path in sorted((folder / "features").glob("*.h5")):
         if path.stem == "train":
@@ -78,8 +78,8 @@ def scores_of(folder: Path) -> dict[str, Scores]:
         own: Scores = {}
         for title, maker in MAKERS.items():
             file = read_predictions(folder / "predictions" / maker / path.name)
-            examples = examples_of(file.probs)
-            values = example_scores(of_predictions(), examples, partial(getattr, file))
+            examples = compute_example_statistics(file.probs)
+            values = example_scores(prediction_detectors(), examples, partial(getattr, file))
             named = {name if name == "combined" else f"{name} ({title})": one for name, one in values.items()}
             own |= {name: one for name, one in named.items() if not isinstance(one, str)}
         found[path.stem] = own | {name: one.numpy() for each in fitted for name, one in each.scores(features).items()}

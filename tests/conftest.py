@@ -165,11 +165,11 @@ def nobody_waits_for_the_disk() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def files_that_do_not_change_are_checked_once() -> Iterator[None]:
     """Not once a command, as a user's commands do, each in a process of its own: a tenth of the time went there."""
-    from bnncli.artifacts.known_files import checks_remembered
+    from bnncli.artifacts.known_files import remember_checks
     from bnncli.cli import execute
 
-    with pytest.MonkeyPatch.context() as patch, checks_remembered():
-        patch.setattr(execute, "checks_remembered", nullcontext)
+    with pytest.MonkeyPatch.context() as patch, remember_checks():
+        patch.setattr(execute, "remember_checks", nullcontext)
         yield
 
 

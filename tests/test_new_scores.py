@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation import detectors
-from bnncli.evaluation.scores import ScoreOption, declared, merged
+from bnncli.evaluation.scores import ScoreOption, all_scores, merge_options
 
 pytestmark = pytest.mark.long  # copies the package and runs it; in `.ci/run`
 
@@ -257,7 +257,7 @@ def test_a_new_score_of_features_is_set_by_an_option_of_its_own(done: list[Invoc
 
 def test_scores_share_an_option_of_one_name() -> None:
     one = ScoreOption(text="Bins.", default=15)
-    assert merged("scores", {"ece": {"bins": one}, "mce": {"bins": one}}) == {"bins": one}
+    assert merge_options("scores", {"ece": {"bins": one}, "mce": {"bins": one}}) == {"bins": one}
 
 
 def test_a_score_of_an_installed_distribution_is_offered(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ OF_RULES = (
 
 
 def test_every_score_says_how_it_is_made_and_has_a_place_of_its_own() -> None:
-    scores = declared()
+    scores = all_scores()
     places = [score.place for score in scores.values()]
     assert places == sorted(set(places))
     for name, score in scores.items():
@@ -325,7 +325,7 @@ def test_every_score_says_how_it_is_made_and_has_a_place_of_its_own() -> None:
 
 
 def test_every_score_of_examples_says_how_it_is_made() -> None:
-    found = detectors.declared()
+    found = detectors.all_detectors()
     assert [one.place for one in found.values()] == list(range(1, len(found) + 1))
     for name, one in found.items():
         assert one.definition.endswith("."), name

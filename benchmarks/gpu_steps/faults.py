@@ -26,7 +26,7 @@ from gpu_steps.lines import Done, command_of, copied, run_line, start_line, take
 
 import bnncli
 from bnncli import registry
-from bnncli.artifacts.resume import leftovers, state_path
+from bnncli.artifacts.resume import find_leftovers, state_path
 from bnncli.commands.demo import fixture_path
 from bnncli.errors import Exit
 
@@ -150,7 +150,7 @@ def _contents(folder: Path) -> dict[Path, str]:
 
 def _is_untouched(before: dict[Path, str], folder: Path) -> tuple[bool, str]:
     """Whether no file is gone, changed or new; locks and states to resume from may be new."""
-    after, own = _contents(folder), {path.relative_to(folder) for path in leftovers(folder)}
+    after, own = _contents(folder), {path.relative_to(folder) for path in find_leftovers(folder)}
     changed = [f"{path} is changed" for path in before if path in after and after[path] != before[path]]
     gone = [f"{path} is gone" for path in before if path not in after]
     new = [f"{path} is new" for path in after if path not in before and path not in own and ".locks" not in path.parts]

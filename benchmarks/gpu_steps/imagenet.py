@@ -19,7 +19,7 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.flows.affine import Affine
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.mode import covariance_at, mode_of
+from bnncli.inference.mode import covariance_at, find_suitable_mode
 from bnncli.inference.refine import fit_flow
 from bnncli.integrators.bridge import Bridge
 from bnncli.integrators.mean_field import MeanField
@@ -74,7 +74,7 @@ class Head:
     def find_mode(self) -> None:
         """From the weights that the labels were drawn with, as from a trained head."""
         work = gradient_work(self.target.num_examples, self.target.layout, is_double=True).times(2)
-        seconds, found = timed(lambda: mode_of(self.target, self.mode), self.clock.device)
+        seconds, found = timed(lambda: find_suitable_mode(self.target, self.mode), self.clock.device)
         self.mode = found.theta
         self.clock.tell(f"mode, {self.name}", seconds, work, most=None, steps=found.num_iterations, decrement=found.newton_decrement)  # fmt: skip
         self.seconds = seconds

@@ -39,7 +39,7 @@ from bnncli.session.network import RecordedNetwork
 from bnncli.session.predictions import find_named
 from bnncli.session.predictor import Predictor, TrainData, warn_of_draws, warn_of_few_draws
 from bnncli.session.recommendation import metrics_of, recommended
-from bnncli.system.devices import random_numbers_kept
+from bnncli.system.devices import keep_random_state
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -64,7 +64,7 @@ class InputNetwork(RecordedNetwork):
         """
         split = self.split_of(inputs)
         try:
-            with random_numbers_kept(), exits_refused(), self.visible():
+            with keep_random_state(), exits_refused(), self.visible():
                 head = self.network.head(split)
                 self.check_head(head)
                 return self.network.features(split, head, batch_size=BATCH_SIZE, dtype=self.dtype).features

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.artifacts.known_files import State, checks_remembered, state_of
+from bnncli.artifacts.known_files import State, remember_checks, state_of
 from bnncli.artifacts.run_folder import MAX_NAME_BYTES, RunFolder
-from bnncli.data.sound import clip_of, is_clip
+from bnncli.data.sound import convert_clip, is_clip
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError, machine_error
 from bnncli.lazy import torch
 from bnncli.models.sharded import shards_of
@@ -34,7 +34,7 @@ from bnncli.options.command import (
 from bnncli.options.declaration import spelled
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.session.run import Run
-from bnncli.system.devices import configure_torch, device_name, random_numbers_kept, select_device, settings_kept
+from bnncli.system.devices import configure_torch, device_name, keep_random_state, keep_settings, select_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ def network_running(predictor: Predictor) -> AbstractContextManager[object]:
     if not is_of_network(predictor.header):
         return nullcontext()
     found = ExitStack()
-    found.enter_context(random_numbers_kept())
+    found.enter_context(keep_random_state())
     found.enter_context(exits_refused())
     found.enter_context(predictor.train.reader.recorded.visible())
     return found
@@ -216,7 +216,9 @@ def as_items(x: Any) -> Items | None:
         given = x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "UO" else x
         if isinstance(given, list | tuple) and given and all(map(is_one, given)):
             clips = (
-                [clip_of(one, f"{_WHERE}: row {row}") for row, one in enumerate(given)] if what == "audio" else given
+                [convert_clip(one, f"{_WHERE}: row {row}") for row, one in enumerate(given)]
+                if what == "audio"
+                else given
             )
             return Items(list(clips), what)
     return None
@@ -307,7 +309,7 @@ class Session:
 
         Calls of other threads wait: what one allows holds for no other.
         """
-        with self._lock, errors_in_python(), checks_remembered():
+        with self._lock, errors_in_python(), remember_checks():
             self._look_where_we_are()
             state = _state_of(self._run.checkpoint_path)
             if state != self._state:
@@ -320,7 +322,7 @@ class Session:
     @contextmanager
     def computing(self, *, allow_stale: bool = False) -> Iterator[Run]:
         """The same for a call that computes: torch is set as for a command, and afterwards as it was."""
-        with self.asking(allow_stale=allow_stale) as run, settings_kept():
+        with self.asking(allow_stale=allow_stale) as run, keep_settings():
             configure_torch(threads=None, deterministic=False)
             select_device(run.device)
             yield run
@@ -328,7 +330,7 @@ class Session:
     @contextmanager
     def computing_as_loaded(self) -> Iterator[None]:
         """For a call that computes with what is loaded, and asks nothing of any file."""
-        with self._lock, errors_in_python(), settings_kept():
+        with self._lock, errors_in_python(), keep_settings():
             configure_torch(threads=None, deterministic=False)
             yield
 

@@ -54,7 +54,7 @@ def write_error(error: OSError, path: Path) -> BnnError:
     return WriteError(f"writing {path} failed: {reason}{_UNCHANGED}", hint=hint, path=path)
 
 
-class Waiting(NamedTuple):
+class PendingFile(NamedTuple):
     """A complete file under its temporary name, and its final name."""
 
     temporary: Path
@@ -62,7 +62,7 @@ class Waiting(NamedTuple):
     may_replace: bool
 
 
-_WAITING: ContextVar[list[Waiting] | None] = ContextVar("waiting", default=None)
+_WAITING: ContextVar[list[PendingFile] | None] = ContextVar("waiting", default=None)
 
 
 def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, poll: bool = True) -> None:
@@ -98,7 +98,7 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
         if isinstance(error, OSError):
             raise write_error(error, target) from None
         raise
-    waiting, file = _WAITING.get(), Waiting(temporary, target, may_replace)
+    waiting, file = _WAITING.get(), PendingFile(temporary, target, may_replace)
     if waiting is not None:
         waiting.append(file)
     else:
@@ -107,7 +107,7 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
 
 
 @contextmanager
-def published_together(before: Callable[[Sequence[Path]], None]) -> Iterator[None]:
+def publish_together(before: Callable[[Sequence[Path]], None]) -> Iterator[None]:
     """Write files under temporary names inside the block, and rename them at its end, last first.
 
     Args:
@@ -116,7 +116,7 @@ def published_together(before: Callable[[Sequence[Path]], None]) -> Iterator[Non
     Raises:
         OutputExists, WriteError: as in publish. If some files have already been renamed, the message says so.
     """
-    waiting: list[Waiting] = []
+    waiting: list[PendingFile] = []
     token = _WAITING.set(waiting)
     try:
         try:
@@ -147,7 +147,7 @@ def _said_of_all(error: BnnError, num_there: int, num_files: int) -> BnnError:
     return error
 
 
-def _take_name(file: Waiting) -> None:
+def _take_name(file: PendingFile) -> None:
     """Rename a complete file into place. Raises OutputExists or WriteError on failure; the old file is then intact."""
     try:
         if file.may_replace:
@@ -191,7 +191,7 @@ def _sync_name(target: Path) -> None:
 
 
 @contextmanager
-def published_at_once() -> Iterator[None]:
+def publish_immediately() -> Iterator[None]:
     """Publish files immediately inside the block, even inside `published_together`."""
     token = _WAITING.set(None)
     try:
@@ -279,7 +279,7 @@ def check_takes_files(target: Path, *, hint: str) -> None:
     _remove(trial)
 
 
-def temporaries(folder: Path) -> list[Path]:
+def dead_temporaries(folder: Path) -> list[Path]:
     """Return temporary files under `folder` whose writer is dead."""
     return [path for path in sorted(folder.rglob(".*.tmp")) if _is_left(path)] if folder.is_dir() else []
 

@@ -226,7 +226,7 @@ def label_counts(labels: Array, num_classes: int) -> Array:
     return np.bincount(labels, minlength=num_classes) if labels.ndim == 1 else labels.sum(axis=0, dtype=np.int64)
 
 
-def encoded_names(names: Sequence[str] | None) -> Array | None:
+def encode_names(names: Sequence[str] | None) -> Array | None:
     """Encode names (N,) as UTF-8, with invalid bytes of file names as escapes."""
     return None if names is None else np.array([name.encode("utf-8", "backslashreplace") for name in names], dtype="S")
 
@@ -289,7 +289,7 @@ def write_known(path: Path, arrays: Mapping[str, np.ndarray], *, is_compressed: 
         publish_bytes(path, stream.getvalue(), may_replace=True, poll=False)
 
 
-class KnownData:
+class DataFacts:
     """Known facts about the data behind the features of one split, in a file beside them."""
 
     def __init__(self, features: Path) -> None:

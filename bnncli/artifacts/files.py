@@ -15,7 +15,7 @@ from bnncli.artifacts.known_files import is_settled, known_header, remember_head
 from bnncli.artifacts.posteriors import read_posterior_header
 from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.numerics.digests import json_sha256
-from bnncli.system.input_files import reading
+from bnncli.system.input_files import convert_read_errors
 
 MAX_BYTES = 1 << 26  # a hundred splits with twenty scores are a megabyte
 
@@ -58,7 +58,7 @@ def read_metrics_header(path: Path) -> Header:
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     check_is_file(path)
-    with reading(path), open(path, "rb") as stream:
+    with convert_read_errors(path), open(path, "rb") as stream:
         text = stream.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
         raise DataError(
@@ -99,13 +99,13 @@ def read_header(path: Path) -> Header:
         Untrusted: an HDF5 file links to other files.
     """
     check_is_file(path)
-    with reading(path):
+    with convert_read_errors(path):
         before = state_of(path.stat())
     known: Header | None = known_header(before)
     if known is not None:
         return replace(known, path=path)
     is_settled_file, header = is_settled(before), _read_header(path)
-    with reading(path):
+    with convert_read_errors(path):
         is_same = state_of(path.stat()) == before
     if is_same and is_settled_file:
         remember_header(before, header)
@@ -113,7 +113,7 @@ def read_header(path: Path) -> Header:
 
 
 def _read_header(path: Path) -> Header:
-    with reading(path), open(path, "rb") as stream:
+    with convert_read_errors(path), open(path, "rb") as stream:
         magic = stream.read(16)
     if magic.startswith(b"\x89HDF\r\n\x1a\n"):
         from bnncli.artifacts.hdf5 import read_hdf5_header  # slow imports of numpy and h5py

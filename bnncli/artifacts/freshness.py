@@ -31,9 +31,9 @@ def differing_names(theirs: Mapping[str, Any], shared: Mapping[str, Any]) -> lis
     return [name for name in shared if theirs.get(name) != shared[name]]
 
 
-def replaced_in_part(header: Header) -> Header | None:
+def partial_replacement(header: Header) -> Header | None:
     """Return the header of a split that a command recomputed without completing this one; None if there is none."""
-    wanted = published_meanwhile(header)
+    wanted = companion_requests(header)
     for name, digest in wanted.items():
         found = _read(header, name)
         if found is not None and own_digest(found) == digest:
@@ -41,7 +41,7 @@ def replaced_in_part(header: Header) -> Header | None:
     return None
 
 
-def of_another_recipe(header: Header) -> tuple[Header, str] | None:
+def mismatched_split(header: Header) -> tuple[Header, str] | None:
     """Return the newest other split of the run that does not match this one, and why.
 
     Splits of another checkpoint are stale for that reason; imported features (--from-npz) have no such parameters.
@@ -100,7 +100,7 @@ def request_digest(params: Mapping[str, Any], sources: Iterable[Source]) -> str:
     return _digest(params_hash(params), {source.role: source.content_digest for source in sources})
 
 
-def leave_note(target: Path, *, reason: str, request: str | None, together: Mapping[str, str] | None = None) -> None:
+def write_note(target: Path, *, reason: str, request: str | None, together: Mapping[str, str] | None = None) -> None:
     """Note that a newer request for an artifact has not completed.
 
     Args:
@@ -116,7 +116,7 @@ def leave_note(target: Path, *, reason: str, request: str | None, together: Mapp
     publish_bytes(note_path(target), canonical_json(document).encode() + b"\n", may_replace=True, poll=False)
 
 
-def take_note_away(target: Path) -> None:
+def remove_note(target: Path) -> None:
     """Remove the note: the artifact is the last one requested. Raises WriteError on failure."""
     try:
         note_path(target).unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def newer_request(header: Header) -> str | None:
     return f"the last extract-features, for {what}, failed ({note.get('reason', UNFINISHED)})"
 
 
-def published_meanwhile(header: Header) -> dict[str, str]:
+def companion_requests(header: Header) -> dict[str, str]:
     """Return the artifacts to be published with the one in the note: request digests by stem; empty without a note."""
     note = _read_note(header)
     together = {} if note is None or note.get("request") == own_digest(header) else note.get("together")
@@ -411,8 +411,8 @@ def _staleness_of_features(header: Header) -> Stale | None:
     """Return why features are stale themselves: newer ones were requested, or the run's splits do not match."""
     newer = newer_request(header)
     if newer is not None:
-        return Stale(newer, replaced_in_part(header))
-    mixed = of_another_recipe(header)
+        return Stale(newer, partial_replacement(header))
+    mixed = mismatched_split(header)
     if mixed is None:
         return None
     other, why = mixed

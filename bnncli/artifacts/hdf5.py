@@ -33,7 +33,7 @@ from bnncli.artifacts.known_files import (
 )
 from bnncli.errors import DAMAGED_HINT, DataError, Untrusted
 from bnncli.numerics.digests import canonical_json, tensor_digest
-from bnncli.system.input_files import is_failure, read_error, reading
+from bnncli.system.input_files import convert_read_errors, is_failure, read_error
 
 MAX_OBJECTS = 10_000
 _PLAIN = (h5py.h5d.CONTIGUOUS, h5py.h5d.COMPACT)
@@ -124,7 +124,7 @@ def is_sealed(path: Path) -> bool:
     Raises:
         DataError: the structure does not match the seal.
     """
-    with reading(path), open(path, "rb") as stream:
+    with convert_read_errors(path), open(path, "rb") as stream:
         start = max(0, stream.seek(0, 2) - MAX_SEAL_BYTES)
         stream.seek(start)
         tail = stream.read()
@@ -278,7 +278,7 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
         Untrusted: it has links, external storage or virtual datasets.
     """
     check_is_file(path)
-    with reading(path):
+    with convert_read_errors(path):
         before = state_of(path.stat())
     is_settled_file, is_known = is_settled(before), is_checked(before)
     has_seal = is_known or is_sealed(path)

@@ -27,7 +27,7 @@ _KNOWN: ContextVar[_Known | None] = ContextVar("known", default=None)
 
 
 @contextmanager
-def checks_remembered() -> Iterator[None]:
+def remember_checks() -> Iterator[None]:
     """Within, a file that was checked and has not changed since need not be checked again; without, nothing is kept."""
     token = _KNOWN.set(_Known())
     try:

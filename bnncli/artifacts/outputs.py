@@ -215,7 +215,7 @@ def _write_csv(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str])
 
 def _write_titles(stream: TextIO, block: TableBlock, classes: Sequence[str]) -> None:
     titles = [title for name in _order(block) for title in _titles(block, name, classes)]
-    _writer(stream).writerow(titles if block.is_raw else map(no_formula, titles))
+    _writer(stream).writerow(titles if block.is_raw else map(escape_formula, titles))
 
 
 def _writer(stream: TextIO) -> Any:
@@ -264,10 +264,10 @@ def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) 
         return [_numbers(column) for column in values.T]
     cells = _joined(values, classes) if name in block.sets else _cells(name, values, classes)
     is_text = name in (NAME, *JOINED, *CLASS_COLUMNS) or name in block.sets
-    return [list(map(no_formula, cells)) if is_text and not block.is_raw else cells]
+    return [list(map(escape_formula, cells)) if is_text and not block.is_raw else cells]
 
 
-def no_formula(text: str) -> str:
+def escape_formula(text: str) -> str:
     """Prefix a text with ' if a spreadsheet would take it for a formula and it is not a number.
 
     A text from which `as_it_was` would remove a ' gets one more.
@@ -281,7 +281,7 @@ def no_formula(text: str) -> str:
     return text
 
 
-def as_it_was(cell: str) -> str:
+def unescape_formula(cell: str) -> str:
     """Invert `no_formula`."""
     return cell[1:] if cell.startswith("'") and cell.lstrip("'").startswith(_FORMULA) else cell
 

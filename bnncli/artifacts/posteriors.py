@@ -26,7 +26,7 @@ from bnncli.artifacts.headers import (
 from bnncli.errors import DAMAGED_HINT, BnnError, DataError
 from bnncli.evaluation.decisions import Rule, from_arrays, to_arrays
 from bnncli.numerics.digests import canonical_json, tensor_digest
-from bnncli.system.input_files import reading
+from bnncli.system.input_files import convert_read_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,7 @@ def read_tensors(path: Path, *, kind: str) -> tuple[dict[str, Tensor], Header]:
     header = read_posterior_header(path)
     if header.kind != kind:
         raise DataError(f"{path}: expected a {kind}, got {header.kind}", code="wrong_kind", path=path)
-    with reading(path):
+    with convert_read_errors(path):
         content = path.read_bytes()
     try:
         tensors = load(content)
@@ -125,7 +125,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with reading(path), safe_open(path, framework="pt") as file:
+        with convert_read_errors(path), safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
     except (SafetensorError, ValueError, KeyError) as error:
         raise DataError(f"{path} is damaged: {' '.join(str(error).split())[:120]}", code="damaged", path=path) from None
@@ -161,7 +161,7 @@ def read_document(path: Path) -> dict[str, Any]:
         DataError: it is truncated, damaged, or without our metadata.
     """
     check_is_file(path)
-    with reading(path), open(path, "rb") as stream:
+    with convert_read_errors(path), open(path, "rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(0)
         prefix = stream.read(8)
@@ -200,7 +200,7 @@ def _digest(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
 
 def tensor_shapes(path: Path) -> dict[str, str]:
     """Return type and shape of every tensor by name, without reading data."""
-    with reading(path), open(path, "rb") as stream:
+    with convert_read_errors(path), open(path, "rb") as stream:
         length = struct.unpack("<Q", stream.read(8))[0]
         entries = json.loads(stream.read(length))
     return {

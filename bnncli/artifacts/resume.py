@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from bnncli.artifacts.atomic import publish_bytes, published_at_once, sync, write_error
+from bnncli.artifacts.atomic import publish_bytes, publish_immediately, sync, write_error
 from bnncli.artifacts.headers import SCHEMA, with_digest
 from bnncli.artifacts.posteriors import METADATA_KEY, read_document
 from bnncli.artifacts.provenance import Source, params_hash
 from bnncli.errors import BnnError, DataError
 from bnncli.lazy import torch
 from bnncli.numerics.digests import canonical_json, tensor_digest
-from bnncli.system.input_files import reading
+from bnncli.system.input_files import convert_read_errors
 from bnncli.system.workers import is_leader, team
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def rows_path(artifact: Path) -> Path:
     return artifact.with_name(f".{artifact.stem}{_ROWS}")
 
 
-def leftovers(folder: Path) -> list[Path]:
+def find_leftovers(folder: Path) -> list[Path]:
     """Return every resume state and file of raw draws or features under a folder, sorted."""
     return sorted(path for suffix in (_STATE, _DRAWS, _ROWS) for path in folder.rglob(f".*{suffix}") if path.is_file())
 
@@ -100,7 +100,7 @@ def write_state(path: Path, tensors: Mapping[str, Tensor], identity: Mapping[str
         "identity": dict(identity),
     }
     metadata = {METADATA_KEY: canonical_json(with_digest(document))}
-    with published_at_once():  # not one of the command's outputs
+    with publish_immediately():  # not one of the command's outputs
         publish_bytes(path, save(stored, metadata=metadata), may_replace=True, poll=False)
 
 
@@ -116,20 +116,22 @@ def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
 
     if not path.exists():
         return None
-    with reading(path):
+    with convert_read_errors(path):
         content = path.read_bytes()
     try:
         document = read_document(path)
         tensors = load(content)
     except (DataError, SafetensorError, ValueError, KeyError) as error:
-        raise unusable(path, " ".join(str(error).removeprefix(str(path)).strip(": ").split())[:120]) from None
+        raise unusable_state_error(
+            path, " ".join(str(error).removeprefix(str(path)).strip(": ").split())[:120]
+        ) from None
     if document.get("kind") != KIND or document.get("schema") != SCHEMA:
-        raise unusable(path, "it is not a resume state of this version")
+        raise unusable_state_error(path, "it is not a resume state of this version")
     if tensor_digest(tensors) != document.get("content_digest"):
-        raise unusable(path, "its content does not match its digest")
+        raise unusable_state_error(path, "its content does not match its digest")
     differing = _differences(document.get("identity"), dict(identity))
     if differing:
-        raise unusable(path, f"it was saved with {differing}", code="resume_mismatch")
+        raise unusable_state_error(path, f"it was saved with {differing}", code="resume_mismatch")
     return tensors
 
 
@@ -150,7 +152,7 @@ def remove_state(path: Path) -> None:
         path.unlink()
 
 
-def unusable(path: Path, why: str, *, code: str = "damaged") -> DataError:
+def unusable_state_error(path: Path, why: str, *, code: str = "damaged") -> DataError:
     """Return the error for a state that cannot be continued."""
     hint = f"start over without \0resume\0; to discard the state: rm {shlex.quote(str(path))}"
     return DataError(f"cannot resume from {path}: {why}", hint=hint, code=code, path=path)
@@ -328,17 +330,17 @@ class RecordFile:
                 shutil.copyfile(self._leaders, self.path)
             stream = self._open(os.O_RDWR)
         except FileNotFoundError:
-            raise unusable(self._state, f"its {self._what} ({self.path.name}) are missing") from None
+            raise unusable_state_error(self._state, f"its {self._what} ({self.path.name}) are missing") from None
         except OSError as error:
             raise write_error(error, self.path) from None
         self._stream, self._written = stream, num_records
         if stream.seek(0, 2) < num_records * self._record:
-            raise unusable(self._state, f"its {self._what} ({self.path.name}) are truncated")
+            raise unusable_state_error(self._state, f"its {self._what} ({self.path.name}) are truncated")
         stream.seek(0)
         for first in range(0, num_records * self._record, BUFFER_BYTES):
             self._hash.update(stream.read(min(BUFFER_BYTES, num_records * self._record - first)))
         if self.digest != digest:
-            raise unusable(self._state, f"its {self._what} ({self.path.name}) are damaged")
+            raise unusable_state_error(self._state, f"its {self._what} ({self.path.name}) are damaged")
         stream.truncate(num_records * self._record)
         stream.seek(0, 2)
 

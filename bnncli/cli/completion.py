@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.cli.commands import own_commands
 from bnncli.cli.topics import TOPICS
 from bnncli.errors import BnnError
-from bnncli.evaluation.scores import declared
+from bnncli.evaluation.scores import all_scores
 from bnncli.options.declaration import choices_of
 from bnncli.registry import names
 
@@ -41,7 +41,7 @@ def completes(name: str, meta: Any) -> Callable[..., list[str]] | None:
 
 
 def _paired_scores() -> list[str]:
-    return [name for name, score in declared().items() if score.is_paired]
+    return [name for name, score in all_scores().items() if score.is_paired]
 
 
 def completes_argument(name: str) -> Callable[..., list[str]] | None:

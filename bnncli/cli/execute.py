@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from typing import Any, TextIO
 
 from bnncli import registry
-from bnncli.artifacts.known_files import checks_remembered
+from bnncli.artifacts.known_files import remember_checks
 from bnncli.cli import spread
 from bnncli.cli.build import parser
 from bnncli.cli.commands import find_command, is_parent
@@ -130,7 +130,7 @@ def run_command_line(argv: list[str], results: TextIO) -> int:
     stdout = sys.stdout
     sys.stdout = results
     try:
-        with checks_remembered():
+        with remember_checks():
             return invocation.run()
     except BrokenPipeError:
         _forget(results)

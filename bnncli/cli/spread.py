@@ -87,11 +87,11 @@ def workers_joined(command: str, own: object, options: ComputeOptions, console: 
     if size > 1:
         console.info(f"worker 0 of {size}, started by torchrun (unset WORLD_SIZE to run alone)")
     joined = workers.Team(rank, size, options.shards or NUM_SHARDS, is_in_step)
-    workers.join(joined, torch.device(device_name(options.device)))
+    workers.connect(joined, torch.device(device_name(options.device)))
     try:
         yield True
-        workers.meet()
-        workers.part()
+        workers.synchronise()
+        workers.disconnect()
     except (Exception, SystemExit) as error:
         _part(error, joined, console)
         raise
@@ -100,7 +100,7 @@ def workers_joined(command: str, own: object, options: ComputeOptions, console: 
             console.debug(
                 f"sent {workers.bytes_sent()} bytes to other workers, received {workers.bytes_received()} of messages"
             )
-        workers.leave()
+        workers.leave_team()
 
 
 def _part(error: BaseException, joined: workers.Team, console: Console) -> None:
@@ -110,20 +110,20 @@ def _part(error: BaseException, joined: workers.Team, console: Console) -> None:
     """
     known = left_by(error) if isinstance(error, SystemExit) else error if isinstance(error, BnnError) else None
     known = known or machine_error(error) or bug(error)  # type: ignore[arg-type]
-    killed = workers.killed() if isinstance(known, Interrupted) else None
+    killed = workers.find_killed_worker() if isinstance(known, Interrupted) else None
     if killed is not None:  # torchrun ends this process for it
         killed.hint, known = known.hint, killed
-    workers.part(known)
+    workers.disconnect(known)
     if killed is not None:
         raise killed from error
     if joined.is_leader:
         return
     if known.exit == Exit.BUG:
         console.traceback(error)
-    while not workers.first_has_ended() and not signals.has_come():
+    while not workers.leader_has_ended() and not signals.is_interrupted():
         time.sleep(0.05)
     if known.code == LOST:
-        known = workers.heard() or known
+        known = workers.error_of_others() or known
     told: BnnError = DeviceError("worker 0 reports why", code=LOST)
     told.exit = known.exit
     raise told from error

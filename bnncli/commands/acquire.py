@@ -193,7 +193,7 @@ def _taken(
     """What is predicted of the pool, and the rows that are chosen."""
     import torch
 
-    from bnncli.evaluation.acquisition import SCORES, batch_bald, highest
+    from bnncli.evaluation.acquisition import SCORES, batch_bald, highest_scores
 
     seen = predictor.train.seen_by(predictor.header, pool)
     seen.check_fits(predictor.posterior.layout)
@@ -205,10 +205,10 @@ def _taken(
         return predicted, Taken(free[order], np.full(options.batch, np.nan))
     if options.by != "batchbald":
         scores = SCORES[options.by](probs[free], information if information is None else information[free])
-        order = highest(scores, options.batch)
+        order = highest_scores(scores, options.batch)
         return predicted, Taken(free[order], scores[order])
     assert information is not None
-    candidates = free[highest(information[free].astype(np.float64), max(options.candidates, options.batch))]
+    candidates = free[highest_scores(information[free].astype(np.float64), max(options.candidates, options.batch))]
     if len(candidates) < len(free):
         run.console.info(
             f"batchbald chooses among the {len(candidates):,} examples (of {len(free):,}) with the highest BALD scores"

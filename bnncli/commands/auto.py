@@ -48,14 +48,14 @@ from bnncli.evaluation.recommendation import (
     LEVEL,
     PLAIN,
     WORSE_SHARE,
-    Detected,
+    DetectionResult,
     Predictive,
     Quality,
-    Scored,
+    ScoredPredictive,
     detection_sentence,
     recommend,
-    score,
-    sentence,
+    recommendation_sentence,
+    score_predictive,
 )
 from bnncli.evaluation.scores import detection_forms
 from bnncli.integrators import supports
@@ -485,7 +485,7 @@ class Ladder:
         )
         found, note = Siblings([], []), ""
         try:
-            with signals.ending_at(self.deadline):
+            with signals.time_limit(self.deadline):
                 found = usable_siblings(run, list(siblings), val, trust_code=trust)
         except BudgetSpent:
             note = "skipped: the budget is spent"
@@ -519,7 +519,7 @@ class Ladder:
         run, start = self.run, time.monotonic()
         source, is_good, note, criterion = None, None, "", None
         try:
-            with signals.ending_at(self.deadline if is_limited else None):
+            with signals.time_limit(self.deadline if is_limited else None):
                 path, name = _made(run, command, options, name, suffix, members)
                 header, source = posterior_source(run, path, name)
                 criterion = header.meta.get("criterion")
@@ -627,13 +627,13 @@ class Scores:
 
     def __init__(self, run: Run, val: Split, *, trust_code: bool) -> None:
         self.run, self.val, self.train = run, val, TrainData(run, trust_code)
-        self.points: dict[str, Scored] = {}
+        self.points: dict[str, ScoredPredictive] = {}
         self.candidates: list[Predictive] = []
         self._added: set[str] = set()
         self._networks: dict[
             Path, tuple[Any, Split]
         ] = {}  # of more than the last layer, whose inputs are read for them
-        self._detected: list[Detected] | None = None
+        self._detected: list[DetectionResult] | None = None
 
     def add(self, rung: Rung) -> None:
         """Score a rung that has a posterior."""
@@ -666,7 +666,7 @@ class Scores:
             self._networks[path] = found
         return found
 
-    def detect(self, outside: list[Split]) -> list[Detected]:
+    def detect(self, outside: list[Split]) -> list[DetectionResult]:
         """What the combined score of the features detects of each out-of-distribution split; nothing where val is too small for it."""
         if self._detected is None:
             self._detected = _detected(self.run, self.train, self.val, outside)
@@ -704,7 +704,7 @@ def compute(
         _row(one.posterior, one.integrator, one.scored, baseline, is_recommended=one is found.chosen)
         for one in candidates
     ]
-    text = sentence(found, baseline, names.get(name, ""), words)
+    text = recommendation_sentence(found, baseline, names.get(name, ""), words)
     beside = [] if found.contender is None or baseline is None else paired.qualities(found.contender)
     about = None if found.contender is None else str(found.contender)
     judged = [(rung.source.content_digest, rung.is_good) for rung in rungs if rung.source and rung.is_good is not None]
@@ -753,7 +753,7 @@ class _Paired:
         return SplitProbabilities(val.content.name, probs, val.content.labels)
 
 
-def _detected(run: Run, train: TrainData, val: Split, outside: list[Split]) -> list[Detected]:
+def _detected(run: Run, train: TrainData, val: Split, outside: list[Split]) -> list[DetectionResult]:
     found = []
     own = train.combined_scores(val)
     if own is None:
@@ -768,12 +768,17 @@ def _detected(run: Run, train: TrainData, val: Split, outside: list[Split]) -> l
         (row,) = detection_rows(inside, other, forms, split="val", ood=name, bootstrap=bootstrap)
         ends = row["interval"] or {"low": None, "high": None}
         caught = float(threshold.is_outlier(far).mean())
-        found.append(Detected(name, DEFAULT_SCORE, row["value"], ends["low"], ends["high"], caught))
+        found.append(DetectionResult(name, DEFAULT_SCORE, row["value"], ends["low"], ends["high"], caught))
     return found
 
 
 def _row(
-    posterior: str, integrator: str, scored: Scored, baseline: Scored | None, *, is_recommended: bool
+    posterior: str,
+    integrator: str,
+    scored: ScoredPredictive,
+    baseline: ScoredPredictive | None,
+    *,
+    is_recommended: bool,
 ) -> dict[str, Any]:
     gain = None
     if baseline is not None and scored is not baseline:
@@ -831,7 +836,7 @@ def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool
             logits = torch.cat([layout.logits(block.to(run.device), stacked)[0] for block in inputs.split(500)])
             probs = layout.likelihood.class_probabilities(logits.double(), dim=1).cpu().numpy()
             head = layout.split(theta).get(head_name, theta).flatten().double()
-            return head / head.norm(), score("", probs, labels).accuracy or 0.0
+            return head / head.norm(), score_predictive("", probs, labels).accuracy or 0.0
 
         own, accuracy = looked_at(read_theta(first.module, layout, run.checkpoint_path, run.checkpoint_path))
         heads = {run.checkpoint_path: own}

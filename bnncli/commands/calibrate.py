@@ -32,9 +32,9 @@ from bnncli.evaluation.decisions import (
     fit_acceptance,
     fit_outliers,
     fit_thresholds,
-    least_accepted,
-    least_for_coverage,
-    least_for_rate,
+    min_accepted,
+    min_scores_for_coverage,
+    min_scores_for_rate,
 )
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.names import percent
@@ -56,7 +56,7 @@ TUNING_SHARE = 0.2  # of the calibration examples, that choose how raps is regul
 
 
 def _scores() -> tuple[str, ...]:
-    return tuple(detectors.of_predictions())
+    return tuple(detectors.prediction_detectors())
 
 
 @dataclass(frozen=True)
@@ -442,7 +442,7 @@ def _num_tuning(split: PredictedSplit) -> int:
 
 def _require_of_classes(split: PredictedSplit, labels: np.ndarray, settings: Mapping[str, Any]) -> None:
     """Raise DataError where there are too few examples for the coverage, of all or of a class."""
-    least = least_for_coverage(settings["coverage"], settings["confidence"])
+    least = min_scores_for_coverage(settings["coverage"], settings["confidence"])
     if not settings["class_conditional"]:
         _require(split, len(labels), least, what=f"a coverage of {settings['coverage']:g}")
         return
@@ -462,7 +462,7 @@ def _require_of_classes(split: PredictedSplit, labels: np.ndarray, settings: Map
 def _acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     examples, risk, certainty = split.examples, settings["risk"], settings["confidence"]
     assert examples.is_right is not None
-    _require(split, len(examples), least_accepted(risk, certainty), what=f"a risk of {risk:g}")
+    _require(split, len(examples), min_accepted(risk, certainty), what=f"a risk of {risk:g}")
     rule = fit_acceptance(examples.confidence, examples.is_right, risk, certainty)
     return rule, {
         "most_doubt": rule.most_doubt,
@@ -474,7 +474,7 @@ def _acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
 
 def _outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     scores, rate, certainty = scores_of(split, settings["score"]), settings["false_alarm"], settings["confidence"]
-    _require(split, len(scores), least_for_rate(rate, certainty), what=f"a false-alarm rate of {rate:g}")
+    _require(split, len(scores), min_scores_for_rate(rate, certainty), what=f"a false-alarm rate of {rate:g}")
     rule = fit_outliers(scores, rate, certainty)
     return rule, {"threshold": rule.threshold}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.artifacts import resume
-from bnncli.artifacts.atomic import temporaries, write_error
+from bnncli.artifacts.atomic import dead_temporaries, write_error
 from bnncli.artifacts.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES, artifact_lock
 from bnncli.errors import Locked
 from bnncli.options.command import READ, Command, LockOptions, own_options
@@ -37,10 +37,10 @@ def run(run: Run, options: Any) -> Result:
     root = run.folder.root
     if not root.is_dir():
         raise run.no_run()
-    states = resume.leftovers(root)
+    states = resume.find_leftovers(root)
     trained = resume.state_path(run.checkpoint_path)  # of train, which writes the checkpoint itself
     states += [trained] if trained.is_file() else []
-    leftovers = temporaries(root) + [path for path in states if not _is_in_use(run, path)]
+    leftovers = dead_temporaries(root) + [path for path in states if not _is_in_use(run, path)]
     stale = []
     if options.stale:
         known = artifact_states(run, artifact_files(run))

@@ -14,7 +14,7 @@ from bnncli.commands.fit_laplace import LOO, FitLaplaceOptions
 from bnncli.commands.fit_laplace import last_layer as laplace
 from bnncli.commands.fit_laplace.last_layer import structure_to_fit
 from bnncli.errors import DataError, UsageError
-from bnncli.evaluation.recommendation import score
+from bnncli.evaluation.recommendation import score_predictive
 from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS
 from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
 from bnncli.lazy import no_grad, torch
@@ -229,7 +229,7 @@ def _ensemble(
             posterior, logits, losses, temperature = _at_temperature(run, reader, posterior, first, logits, labels)
             found["temperature"] = temperature
         probs = posterior.layout.likelihood.class_probabilities(logits.double(), dim=2).numpy()
-        own = [score("member", one, val.content.labels).nll for one in probs]
+        own = [score_predictive("member", one, val.content.labels).nll for one in probs]
         how: dict[str, Any] = {"method": "ensemble", "integrator": "mc", "num_draws": len(probs)}
         found |= measure_probs_on_val(
             run, probs.mean(axis=0), val, **how, losses=None if losses is None else losses.numpy()

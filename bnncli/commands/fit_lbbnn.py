@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import NumericError, UsageError
-from bnncli.evaluation.latent_networks import MAX_INPUTS, THRESHOLD, input_inclusions, used_density
+from bnncli.evaluation.latent_networks import MAX_INPUTS, THRESHOLD, input_inclusions, prediction_density_rows
 from bnncli.inference import memory
 from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.latent.factors import initial_factors, initial_model, num_params
@@ -20,18 +20,18 @@ from bnncli.latent.fit import (
     Inputs,
     Plan,
     Scaling,
-    averaged_divergence,
+    average_divergence,
     draw_logits,
     fit_apart,
     fit_latent,
     fit_tensors,
-    groups_of,
-    joined,
-    joined_history,
+    join_histories,
+    join_models,
     largest_group,
-    leaves,
     nll_of_repeats,
     search_epochs,
+    split_repeats,
+    weight_moments,
 )
 from bnncli.latent.model import LatentModel, SpikeAndSlab, bias_divergence
 from bnncli.lazy import no_grad, torch
@@ -490,7 +490,7 @@ class LatentTraining:
     def _fit_apart(
         self, others: Team, start: LatentModel, state: dict[str, Tensor] | None, resumable: Resumable
     ) -> TrainedRepeats:
-        begin, groups = time.monotonic(), groups_of(self.layout, start.num_repeats, start.device)
+        begin, groups = time.monotonic(), split_repeats(self.layout, start.num_repeats, start.device)
         say_who_works(self.run, others, len(groups))
         begun = begun_before(state)
         left = len(groups) * self.plan.epochs - sum(map(_num_epochs, begun.values()))
@@ -501,8 +501,8 @@ class LatentTraining:
             return fit_tensors(*self._fit(model, self.plan, stream, state=seat.state, save=seat.save, progress=seat))
 
         parts = fit_apart(others, start, fit, what="fit", stored=stored, **self._steps(self.plan))
-        model = joined(start, parts, has_learnt_prior=self.plan.hyper_prior and self.plan.early_epochs > 0)
-        return TrainedRepeats(model, joined_history(parts), (time.monotonic() - begin) / max(1.0, left / len(groups)))
+        model = join_models(start, parts, has_learnt_prior=self.plan.hyper_prior and self.plan.early_epochs > 0)
+        return TrainedRepeats(model, join_histories(parts), (time.monotonic() - begin) / max(1.0, left / len(groups)))
 
     def _start(self, slab_sds: Sequence[float], *, num_repeats: int) -> LatentModel:
         """What the fit, or the search before it, starts from: both from the same stream."""
@@ -578,7 +578,7 @@ def _resumable(run: Run, options: FitLbbnnOptions, request: Request, layout: Net
     """The state of the fit; that of groups of networks belongs to these groups."""
     also = {}
     if team() is not None:
-        groups = groups_of(layout, options.repeats, run.device)
+        groups = split_repeats(layout, options.repeats, run.device)
         also = {"groups": ",".join(str(part.stop - part.start) for part in groups)}
     return resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
 
@@ -723,7 +723,7 @@ def measure(run: Run, posterior: LatentBinary, data: TrainingData, *, variance: 
     if estimator != "concrete":
         drawn = _by_activations(run, posterior, data, variance, generator)
         metrics["expected_log_likelihood_of_activations"] = _estimate(drawn)
-    weight = averaged_divergence(model, generator)[best]
+    weight = average_divergence(model, generator)[best]
     factors = model.factors
     bias = bias_divergence(factors.bias_mean, factors.bias_rho, model.prior, model.layout)[best].double()
     flows = _flow_divergences(run, posterior, generator)
@@ -750,8 +750,8 @@ def densities(posterior: LatentBinary) -> dict[str, Any]:
     """Share of the weights that are in, of each layer and of all: expected, and of the median probability model."""
     layout, logit = posterior.model.layout, posterior.model.factors.logit[posterior.best].detach()
     views = layout.weights(logit)
-    expected, *by_layer = [row["value"] for row in used_density([torch.sigmoid(view) for view in views])]
-    median, *median_by_layer = [row["value"] for row in used_density([view > 0 for view in views])]
+    expected, *by_layer = [row["value"] for row in prediction_density_rows([torch.sigmoid(view) for view in views])]
+    median, *median_by_layer = [row["value"] for row in prediction_density_rows([view > 0 for view in views])]
     return {
         "density": expected,
         "density_by_layer": by_layer,
@@ -781,7 +781,7 @@ def _by_activations(
     model = posterior.model.of_repeats(
         slice(posterior.best, posterior.best + 1)
     )  # of all repeats at once there may be no room
-    weight = leaves(model, variance)
+    weight = weight_moments(model, variance)
     total = []
     for _ in range(NUM_PASSES):
         one = torch.zeros((), dtype=torch.float64, device=model.device)

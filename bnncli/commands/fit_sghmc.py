@@ -12,11 +12,11 @@ from bnncli import __version__
 from bnncli.artifacts.resume import DrawFile
 from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.errors import UsageError
-from bnncli.evaluation.convergence import GOOD_RHAT, Convergence, deciding
+from bnncli.evaluation.convergence import GOOD_RHAT, Convergence, deciding_numbers
 from bnncli.inference import memory
 from bnncli.inference.dynamics import WhiteCoordinates
-from bnncli.inference.network_memory import Stepping
-from bnncli.inference.sghmc import Planned, SghmcPlan, SghmcRun, planned, sample_sghmc
+from bnncli.inference.network_memory import StochasticFitPlan
+from bnncli.inference.sghmc import ChainPlan, SghmcPlan, SghmcRun, plan_chains, sample_sghmc
 from bnncli.lazy import torch
 from bnncli.names import counted, percent
 from bnncli.numerics.random import stream_seed
@@ -249,8 +249,8 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes and the bias of steps and minibatches."""
     num_draws = options.chains * options.num_cycles * options.num_draws
 
-    def stepping(num_examples: int, num_params: int) -> Stepping:
-        return Stepping(
+    def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
+        return StochasticFitPlan(
             _CHAIN_VECTORS * options.chains,
             options.chains,
             options.examples_a_step,
@@ -266,7 +266,7 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
         "sghmc",
         _revisions.FIT_SGHMC,
         stepping,
-        lambda num_params: memory.sampled_bytes(num_params, num_draws),
+        lambda num_params: memory.draw_storage_bytes(num_params, num_draws),
         work,
         kind="samples",
         hint="use fewer \0chains\0 or a smaller \0batch_size\0",
@@ -344,7 +344,7 @@ def _whitening(fitting: Fitting, options: FitSghmcOptions) -> WhiteCoordinates |
 
 def _planned(
     fitting: Fitting, options: FitSghmcOptions, theta: torch.Tensor, whitening: WhiteCoordinates | None
-) -> tuple[Planned, dict[str, Any]]:
+) -> tuple[ChainPlan, dict[str, Any]]:
     """How chains move, and what is told of it."""
     run, target = fitting.run, fitting.target
 
@@ -362,7 +362,7 @@ def _planned(
             is_preconditioned=options.preconditioner == RMSPROP,
         )
 
-    chosen = planned(
+    chosen = plan_chains(
         target,
         plan_at,
         places=[theta, *_center_of_base(fitting)],
@@ -503,7 +503,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
 def warnings(metrics: dict[str, Any]) -> list[str]:
     """Why these draws may not be the posterior's; empty when nothing speaks against them."""
     found = []
-    r_hat = deciding(metrics).r_hat
+    r_hat = deciding_numbers(metrics).r_hat
     if r_hat is not None and r_hat > GOOD_RHAT:
         of = " of predictions" if "judged_by" in metrics else ""
         found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); use more --epochs")

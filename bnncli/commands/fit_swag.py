@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bnncli.errors import DataError, UsageError
-from bnncli.inference.network_memory import Stepping
+from bnncli.inference.network_memory import StochasticFitPlan
 from bnncli.inference.sghmc import curvature_passes, largest_curvature
-from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, noise_trace, tamed
+from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, halve_learning_rate, noise_trace
 from bnncli.integrators.mc import Mc
 from bnncli.lazy import torch
 from bnncli.names import counted, percent
@@ -135,11 +135,11 @@ _VECTORS = 12  # of P numbers: theta, momentum, gradients, mean and squares, and
 def run(run: Run, options: FitSwagOptions) -> Result:
     """Fit and publish; the result's metrics have the learning rate and the spread."""
 
-    def stepping(num_examples: int, num_params: int) -> Stepping:
+    def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
         num_predicting = Mc().default_for(num_params, is_last_layer=options.is_last_layer)
         # The deviations in two precisions, their orthonormal basis, and copies in a state.
         num_vectors = _VECTORS + 4 * options.num_columns
-        return Stepping(num_vectors, 1, options.examples_a_step(num_examples), num_predicting=num_predicting)
+        return StochasticFitPlan(num_vectors, 1, options.examples_a_step(num_examples), num_predicting=num_predicting)
 
     def work(fitting: Fitting) -> Fitted:
 
@@ -211,7 +211,9 @@ def _planned(fitting: Fitting, options: FitSwagOptions, start: torch.Tensor) -> 
         options.scale,
     )
     if by != "given":
-        plan, epochs = tamed(target, plan, start=start, generator=run.stream("fit-swag/pilot"), progress=run.console)
+        plan, epochs = halve_learning_rate(
+            target, plan, start=start, generator=run.stream("fit-swag/pilot"), progress=run.console
+        )
         passes += epochs
         by = by if plan.learning_rate == rate else "pilot"
     return plan, {"learning_rate": plan.learning_rate, "learning_rate_by": by}, passes

@@ -9,9 +9,9 @@ from typing import Any
 
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import elbo
-from bnncli.inference.network_memory import Stepping
+from bnncli.inference.network_memory import StochasticFitPlan
 from bnncli.inference.sghmc import curvature_passes, largest_curvature
-from bnncli.inference.vi import ViFit, ViPlan, fit_vi, shortfall
+from bnncli.inference.vi import ViFit, ViPlan, estimate_shortfall, fit_vi
 from bnncli.integrators.mc import Mc
 from bnncli.names import counted, percent
 from bnncli.numerics.random import stream_seed
@@ -169,8 +169,8 @@ _VECTORS = (
 def run(run: Run, options: FitViOptions) -> Result:
     """Fit and publish; the result's metrics have the ELBO."""
 
-    def stepping(num_examples: int, num_params: int) -> Stepping:
-        return Stepping(
+    def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
+        return StochasticFitPlan(
             _VECTORS + 3 * options.draws_a_step,
             options.draws_a_step,
             options.examples_a_step,
@@ -252,7 +252,9 @@ def _shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[dict[str, 
     target, gaussian = fitting.target, found.gaussian
     if not target.is_concave:
         return None, found.doubt
-    left = shortfall(target, gaussian, kl_weight=plan.kl_weight, generator=fitting.run.stream("fit-vi/shortfall"))
+    left = estimate_shortfall(
+        target, gaussian, kl_weight=plan.kl_weight, generator=fitting.run.stream("fit-vi/shortfall")
+    )
     is_large = left.is_large(len(gaussian.mean))
     doubt = f"is about {left.value:.3g} nats below its maximum" if is_large else None
     return {"value": left.value, "standard_error": left.standard_error, "is_large": is_large}, doubt

@@ -15,11 +15,11 @@ from bnncli.artifacts.resume import DrawFile
 from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.covariances import Covariance
 from bnncli.errors import CheckFailed, DataError, UsageError
-from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding_numbers
 from bnncli.evaluation.verdict import LOW_BFMI, lowest_bfmi
 from bnncli.inference import memory
 from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, sample_hmc
-from bnncli.inference.laplace import complete, fit_gaussian
+from bnncli.inference.laplace import complete_draws, fit_gaussian
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.network_memory import NetworkDraws
 from bnncli.inference.prior_variants import PriorTrial, climb_prior
@@ -75,7 +75,7 @@ from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
 from bnncli.system.memory import budget
 from bnncli.system.workers import team
 from bnncli.targets.network import NetworkTarget
-from bnncli.targets.target import Target, counted_passes
+from bnncli.targets.target import Target, counting_passes
 from bnncli.targets.variants import choose_gradient
 
 _TRIED_DRAWS = 256  # of all chains together
@@ -244,7 +244,7 @@ def _last_layer(
         algo_rev=_revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params),
         sources=request_sources(train, held_out, base),
         checkpoint=train.checkpoint,
-        estimated_bytes=lambda: memory.sampled_bytes(train.layout.num_params, options.chains * options.draws),
+        estimated_bytes=lambda: memory.draw_storage_bytes(train.layout.num_params, options.chains * options.draws),
         require=lambda: memory.require_sampling(span or train.layout, run.device_name, **sizes),
     )
 
@@ -401,7 +401,7 @@ def last_layer(
         whole=whole,
     )
     rows = row_space(target) if span else None
-    with counted_passes() as tally:
+    with counting_passes() as tally:
         gaussian = None if rows is not None else _gaussian_of(base, prior, structure, train)
         if gaussian is None:
             if structure != own and before is None:
@@ -423,7 +423,7 @@ def last_layer(
         gaussian.mean,
         gaussian.covariance,
         identity=gaussian.covariance.structure,
-        complete=None if rows is None else partial(complete, rows=rows, prior=prior.to(run.device)),
+        complete=None if rows is None else partial(complete_draws, rows=rows, prior=prior.to(run.device)),
         coarse=choose_gradient(options.gradients, target, gaussian.mean),
         predictions=head_judges(run, train, held_out),
         val=held_out if held_out is not None and held_out.content.labels is not None else None,
@@ -632,7 +632,7 @@ def prepare_network(
     def estimated_bytes() -> int:
         if request.target.is_file() and not run.write.force:
             return request.target.stat().st_size  # up to date: no code runs for that
-        return memory.sampled_bytes(prepared().layout.num_params, options.chains * options.draws)
+        return memory.draw_storage_bytes(prepared().layout.num_params, options.chains * options.draws)
 
     used = [split for split in (train, held_out) if split is not None]
     request = posterior_request(
@@ -708,7 +708,7 @@ def sample_network(
     with reader.recorded.visible():
         whole = reader.split(train, options.layers)
         target = whole.target(prior, run.device)
-        with counted_passes() as tally:
+        with counting_passes() as tally:
             center, covariance = _gaussian(run, target, whole, base)
         has_val = held_out is not None and held_out.content.labels is not None
         val = reader.split(held_out, options.layers) if held_out is not None and has_val else None
@@ -758,7 +758,7 @@ def hmc_metrics(
         predictions: of log probabilities of labels: heldout, train.
         judged_by: whose numbers decide, heldout or train; None for the parameters'.
     """
-    from bnncli.inference.hmc import goals
+    from bnncli.inference.hmc import draw_goals
 
     num_draws = drawn.draws.shape[1]
     decided = judged if judged_by is None else predictions[judged_by]
@@ -773,7 +773,7 @@ def hmc_metrics(
         **parameter_metrics(judged),
         # What chose the stop is no longer an estimate of what runs of this length have.
         "stopped_by": options.until if is_met else None,
-        "until_looks": sum(goal <= num_draws for goal in goals(options.draws, options.max_draws))
+        "until_looks": sum(goal <= num_draws for goal in draw_goals(options.draws, options.max_draws))
         if options.conditions
         else None,
         **prediction_metrics(predictions, judged_by),
@@ -811,7 +811,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
 def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
     """Why these draws may not be the posterior's; empty when nothing speaks against them."""
     found = []
-    r_hat = deciding(metrics).r_hat
+    r_hat = deciding_numbers(metrics).r_hat
     if r_hat is not None and r_hat > GOOD_RHAT:
         of = " of predictions" if "judged_by" in metrics else ""
         found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}")
@@ -831,7 +831,7 @@ def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
 
 def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
     """The failure that --until or --max-rhat asks for; an undefined value passes neither."""
-    decided = deciding(metrics)
+    decided = deciding_numbers(metrics)
     values = condition_values(decided)
     missed = unmet(options.conditions, values)
     if missed:

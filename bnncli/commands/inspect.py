@@ -20,9 +20,9 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header, check_is_file
 from bnncli.data import sound
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.models.build import recognised
+from bnncli.models.build import recognise_networks
 from bnncli.models.checkpoint_files import sniff, sniff_zip
-from bnncli.models.checkpoints import Checkpoint, load_whole, states_in
+from bnncli.models.checkpoints import Checkpoint, find_states, load_whole
 from bnncli.models.huggingface import feature_extractor, weight_files
 from bnncli.models.recognition import guess, possible_heads
 from bnncli.models.sharded import INDEX_SUFFIX, sharded_folder, shards_of
@@ -32,7 +32,7 @@ from bnncli.options.declaration import spelled
 from bnncli.options.shared import IDENTITY
 from bnncli.registry import has_name
 from bnncli.session.run import Result, Run, Table
-from bnncli.system.input_files import is_failure, open_regular, read_object, reading
+from bnncli.system.input_files import convert_read_errors, is_failure, open_regular, read_object
 
 COMMAND = Command(
     "Show what is in a file: kind, shapes, parameters, provenance, digests.",
@@ -81,7 +81,7 @@ def recognised_model(path: Path) -> tuple[str, str] | None:
 
 def _by_name(path: Path) -> Found | None:
     """What a file of text is, which its name alone can tell."""
-    with reading(path):
+    with convert_read_errors(path):
         if path.name.endswith(INDEX_SUFFIX):
             return _checkpoint(path)
         return table_found(path)
@@ -308,7 +308,7 @@ def _flat(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 def _add_states(found: Found, saved: Any) -> None:
     """The states to choose from, where there are several."""
-    states = states_in(saved)
+    states = find_states(saved)
     if len(states) > 1:
         for one in states:
             averaged = ", averaged" if one.is_averaged else ""
@@ -336,7 +336,7 @@ def _network_of(
 ) -> tuple[str, str | None, str]:
     """The network in words, --model (None: not known), and a split of its kind."""
     images = "images:TRAIN"
-    built_in = recognised(checkpoint.state)
+    built_in = recognise_networks(checkpoint.state)
     if built_in:
         name, arguments = built_in[0]
         sizes = ", ".join(f"{key} {value}" for key, value in arguments.items())
@@ -616,7 +616,7 @@ def folder_found(folder: Path) -> Found:
         MissingInput: nothing that is known lies in it.
         DataError: a small file in it is damaged.
     """
-    with reading(folder):
+    with convert_read_errors(folder):
         names = sorted(entry.name for entry in folder.iterdir())
         tellers: tuple[Callable[[Path, list[str]], Found | None], ...] = (
             _run, _adapter, _saved_model, _data_set, _of_a_cluster, _shards, _classes, _clips, _tables, _one_file
@@ -734,9 +734,9 @@ def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
         if not (sharded.folder / ".metadata").is_file():
             found.add("note", "its .metadata file is missing; without it the other files cannot be read")
             return found
-        from bnncli.models.sharded import described
+        from bnncli.models.sharded import describe_tensors
 
-        arrays = described(sharded.folder)
+        arrays = describe_tensors(sharded.folder)
         found.document["arrays"] = arrays
         found.facts += [[f"tensor {quoted(name)}", text] for name, text in arrays.items()]
     out = sharded.folder.absolute().parent / f"{sharded.folder.absolute().name}.safetensors"

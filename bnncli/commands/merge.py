@@ -99,7 +99,7 @@ def run(run: Run, options: MergeOptions) -> Result:
             *(part.source for part in parts),
         ],
         checkpoint=train.checkpoint,
-        estimated_bytes=lambda: memory.sampled_bytes(num_params, num_draws) // 2,
+        estimated_bytes=lambda: memory.draw_storage_bytes(num_params, num_draws) // 2,
         require=lambda: memory.require_draws(num_params, run.device_name, num_used=num_draws, num_stored=stored),
     )
 

@@ -12,7 +12,7 @@ from bnncli.artifacts.freshness import carries_our_mark, is_same_file
 from bnncli.artifacts.posteriors import read_posterior
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import OutputExists, UsageError
-from bnncli.evaluation.statistics import examples_of
+from bnncli.evaluation.statistics import compute_example_statistics
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch
 from bnncli.models.checkpoint_files import sniff
@@ -249,7 +249,7 @@ def _scores(run: Run, sparse: Sparse, split: Split) -> dict[str, float]:
         ]
     )
     if labels.ndim == 2:
-        found = examples_of(probs.cpu().numpy(), labels.cpu().numpy(), is_exclusive=False).of_labels
+        found = compute_example_statistics(probs.cpu().numpy(), labels.cpu().numpy(), is_exclusive=False).of_labels
         assert found is not None
         assert found.num_wrong is not None
         assert found.log_loss is not None

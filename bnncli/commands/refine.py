@@ -18,7 +18,7 @@ from bnncli.covariances._subspace import Subspace
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, reach
-from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space, resolved_settings, settings_of
+from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space, resolve_settings, settings_of
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
 from bnncli.inference.elbo import measure_gain
@@ -416,7 +416,7 @@ def resolve(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
     """
     options = replace(options, flow=options.chosen_flow, elbo_draws=options.num_elbo_draws)
     options = _with_scale(run, options, sizes)
-    settings = resolved_settings(options.chosen_flow, sizes.acted, **options.settings)
+    settings = resolve_settings(options.chosen_flow, sizes.acted, **options.settings)
     recipe = _recipe(options)
     space = choose_space(options.chosen_flow, options.space)
     if options.subspace is not None and space != "whitened":

@@ -187,14 +187,14 @@ def _reproduce(run: Run, options: ReproduceOptions, places: Places, names: list[
     if jobs < 2:
         return _write(run, options, workshop, names, finished=_in_turn(workshop, recipes))
     from bnncli.papers.jobs import crew
-    from bnncli.system.devices import configure_torch, settings_kept
+    from bnncli.system.devices import configure_torch, keep_settings
 
     given = run.compute.threads
     threads = shared_threads(jobs) if given is None else {}
     for part in parts:
         if part not in ready:
             workshop.make(part)  # which says at once what is missing
-    with settings_kept(), crew(workshop, ready, jobs=jobs, environment=threads) as workers:
+    with keep_settings(), crew(workshop, ready, jobs=jobs, environment=threads) as workers:
         configure_torch(threads=next(map(int, threads.values()), given), deterministic=run.compute.deterministic)
         return _write(run, options, workshop, names, finished=workers.finished(recipes))
 

@@ -34,8 +34,8 @@ from bnncli.inference.simulation import (
     SghmcRefit,
     TrainedRefit,
     prior_draws,
-    quantities,
-    ranks_of,
+    rank_quantities,
+    ranked_quantities,
 )
 from bnncli.inference.swag import SwagPlan, fit_swag
 from bnncli.inference.vi import ViPlan, fit_vi
@@ -493,10 +493,10 @@ def rank_draws(run: Run, options: SbcOptions, train: Split, header: Header, trut
             num, layout = options.simulations, train.layout
             thetas = _from_prior(prior, layout, num, generator) if truth is None else _truths(truth, num, generator)
             trial = Trial(Problem(some, layout, prior, observed), thetas, refit_of(header))
-        chosen = quantities(
+        chosen = ranked_quantities(
             trial.problem.layout, _held_out(run, train, rows), run.stream("sbc/quantities"), of_labels=trial.of_labels
         )
-        ranks = ranks_of(
+        ranks = rank_quantities(
             trial.problem,
             trial.thetas,
             trial.refit,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bnncli.artifacts.outputs import check_figure_path, write_figure
-from bnncli.data.prediction_files import divide, read_texts
+from bnncli.data.prediction_files import read_texts, split_prediction_place
 from bnncli.errors import CheckFailed, DataError, UsageError, WriteError
 from bnncli.evaluation.detectors import default_score
 from bnncli.evaluation.statistics import NO_LABELS, Row
@@ -171,7 +171,7 @@ def _fidelity(
     check_together(given, reference)
     if reference.doubt is not None:
         run.console.warn(reference.doubt)
-    column = divide(place)[1].get("")
+    column = split_prediction_place(place)[1].get("")
     name = reference.path.name + ("" if column is None else f".{column}")
     ids = None if given.file is None else given.file.sample_id
     info = given.arrays.get("mutual_info")
@@ -191,9 +191,9 @@ def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[
     """
     if options.groups is None:
         return {}
-    path, named = divide(options.groups)
+    path, named = split_prediction_place(options.groups)
     if not named:
-        path, named = divide(place)[0], {"": options.groups}
+        path, named = split_prediction_place(place)[0], {"": options.groups}
     where = f"{quoted(path, limit=300)}: column {quoted(named[''])}" if "" in named else ""
     if not where:
         raise UsageError(f"--groups: expected COLUMN or FILE:COLUMN; got {options.groups!r}")
@@ -289,7 +289,7 @@ def check_plot(options: ScoreOptions, place: str) -> None:
         return
     ood = [part for text in options.ood for part in (text, text.partition("=")[2]) if part]
     texts = [place, *ood, *(one for one in (options.labels, options.groups, options.reference) if one is not None)]
-    files = [divide(text)[0] for text in texts]
+    files = [split_prediction_place(text)[0] for text in texts]
     check_figure_path(Path(options.plot), "--plot", force=options.force, others=files)
 
 
@@ -310,7 +310,7 @@ def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: in
     Raises:
         WriteError: it could not be written.
     """
-    from bnncli.evaluation.curves import reliability_of
+    from bnncli.evaluation.curves import reliability_curve_of_predictions
     from bnncli.figures import render
     from bnncli.figures.predictions import draw_reliability
 
@@ -319,7 +319,7 @@ def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: in
     panels = [whole, *(panel for panel in every if any(panel is one for one in largest))]
     curves, errors = {}, {}
     for title, own, metrics in panels:
-        curve = reliability_of(own.probs, own.examples, num_bins=num_bins)
+        curve = reliability_curve_of_predictions(own.probs, own.examples, num_bins=num_bins)
         assert curve is not None  # there are labels, and rows
         curves[title], errors[title] = curve, float(find_metric(metrics, Quantity("ece"))[0]["value"])
     figure = draw_reliability(curves, split=whole.predictions.name, errors=errors)

@@ -22,7 +22,7 @@ from bnncli.session.posteriors import Fitted, Report, posterior_request, produce
 from bnncli.session.produce import Request, Resumable
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_probs_on_val, require_labeled_val, val_lines, warn_if_worse
-from bnncli.system.devices import speed_of
+from bnncli.system.devices import estimate_speed
 from bnncli.targets.last_layer import LastLayerTarget, block_logits
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int, int]
 
 def estimated_seconds(run: Run, train: Split, val: Split) -> float:
     """About how long it takes, right to a factor of about three."""
-    speed, layout = speed_of(run.device), train.layout
+    speed, layout = estimate_speed(run.device), train.layout
     return sum(
         fit_seconds("diag", layout, num_examples=rows, speed=speed, num_fits=0, num_modes=modes) + modes * _MODE_SECONDS
         for rows, modes in _ways(run, train, val)[0].values()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.artifacts import resume
-from bnncli.artifacts.atomic import temporaries
+from bnncli.artifacts.atomic import dead_temporaries
 from bnncli.artifacts.files import read_header
 from bnncli.errors import NOT_OF_CONTENT, BnnError, CheckFailed
 from bnncli.options.command import READ, Command
@@ -40,9 +40,9 @@ def run(run: Run, options: StatusOptions) -> Result:
     paths = artifact_files(run)
     entries = [_entry(run, one) for one in artifact_states(run, paths)]
     entries += [_missing(path) for path in _expected(run, paths)]
-    leftovers = [str(path) for path in temporaries(folder.root)]
+    leftovers = [str(path) for path in dead_temporaries(folder.root)]
     notes = [f"left over from a process that has ended: {path} (bnncli clean removes it)" for path in leftovers]
-    states = [str(path) for path in resume.leftovers(folder.root)]
+    states = [str(path) for path in resume.find_leftovers(folder.root)]
     notes += [f"resume state: {path} (--resume continues from it, bnncli clean removes it)" for path in states]
     notes += [f"to refresh: {entry['remake']}" for entry in entries if entry["state"] == STALE and entry["remake"]]
     table = Table(

@@ -65,10 +65,10 @@ from bnncli.session.splits import check_network_file, check_outputs, open_splits
 from bnncli.session.states import artifact_states
 from bnncli.system import memory
 from bnncli.system.memory import return_large_blocks
-from bnncli.system.user_code import running
+from bnncli.system.user_code import running_user_code
 from bnncli.system.workers import Team, is_leader, shares, team
-from bnncli.training.loop import Course, num_batches, train
-from bnncli.training.shared_out import Seat, by_number, numbered, share_out
+from bnncli.training.loop import LearningRateSchedule, num_batches, train
+from bnncli.training.shared_out import Seat, number_tensors, share_out, split_by_number
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -285,7 +285,7 @@ def run(run: Run, options: TrainOptions) -> Result:
         )
     }
     for split in splits.values():
-        if (order := data.numbered_by_name(split)) is not None:
+        if (order := data.alphabetical_numbering(split)) is not None:
             run.console.info(order)
         if not split.is_labeled:
             raise UsageError(f"\0data\0 {split.name}: training and its scores need labels, but {split.spec} has none")
@@ -524,7 +524,7 @@ class Training:
             found = self._train(
                 modules, examples, settings, groups[number], state=seat.state, save=seat.save, progress=seat
             )
-            return numbered({place: tensors_of(one) for place, one in enumerate(found)})
+            return number_tensors({place: tensors_of(one) for place, one in enumerate(found)})
 
         num_examples = len(examples["train"].inputs)
         num_batches = -(-num_examples // min(settings.batch_size, num_examples))
@@ -537,7 +537,7 @@ class Training:
             progress=self.run.console,
             stored=stored,
         )
-        return [of_tensors(one) for part in parts for one in by_number(part).values()]
+        return [of_tensors(one) for part in parts for one in split_by_number(part).values()]
 
     def _train(
         self,
@@ -562,8 +562,8 @@ class Training:
             report=partial(_report, run),
         )
         _probe(own, learner)
-        course = Course(options.epochs or 0, num_batches(learner), str(options.schedule))
-        users_code = running("the network", but=RuntimeError) if ":" in str(options.model) else nullcontext()
+        course = LearningRateSchedule(options.epochs or 0, num_batches(learner), str(options.schedule))
+        users_code = running_user_code("the network", but=RuntimeError) if ":" in str(options.model) else nullcontext()
         with users_code:
             train(learner, course, what="train", **report)
         return self._trained(learner, examples)
@@ -665,7 +665,7 @@ def _probe(modules: list[nn.Module], learner: MapLearner) -> None:
     trial.set_training(True)
     inputs = learner.train.inputs[:rest].expand(len(modules), *learner.train.inputs[:rest].shape)
     try:
-        with torch.no_grad(), running("the network", but=RuntimeError):
+        with torch.no_grad(), running_user_code("the network", but=RuntimeError):
             trial(inputs)
     except torch.OutOfMemoryError:
         raise

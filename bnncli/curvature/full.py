@@ -17,7 +17,7 @@ from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.system.memory import is_large
-from bnncli.targets.grams import is_packed, packed_grams, packed_places, unpack_symmetric, weighted_grams
+from bnncli.targets.grams import is_packed, packed_grams, packed_positions, unpack_symmetric, weighted_grams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +112,7 @@ def rows_of_pairs(pairs: Tensor, layout: HeadLayout) -> Callable[[int, int], Ten
 def _rows_of_outputs(pairs: Tensor, layout: HeadLayout) -> list[Callable[[slice], Tensor]]:
     """For each output what gives rows of H, (n, P), of some of its parameters, the bias last."""
     places = layout.places(pairs.device)
-    packed = packed_places(places.shape[1], pairs.device)[0] if pairs.ndim == 2 else None
+    packed = packed_positions(places.shape[1], pairs.device)[0] if pairs.ndim == 2 else None
     if not layout.likelihood.is_shift_invariant:
         return [partial(_own_rows, pairs[k], packed, places[k], layout.num_params) for k in range(layout.num_outputs)]
     number = _pair_numbers(layout.num_outputs, pairs.device)

@@ -5,18 +5,25 @@ from __future__ import annotations
 from bnncli.data.arrays import FeatureArrays, read_feature_arrays
 from bnncli.data.labels import (
     FROM_1,
+    alphabetical_numbering,
     check_same_classes,
     columns_of_classes,
     common_task,
-    matched_to,
-    numbered_by_name,
-    shows_several,
+    is_multi_label,
+    match_classes,
 )
 from bnncli.data.pixels import Augmentation, ImageCounts, Preprocess
-from bnncli.data.prediction_files import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels, read_texts
-from bnncli.data.prediction_files import divide as divide_given
+from bnncli.data.prediction_files import (
+    HDF5_MAGIC,
+    FilePredictions,
+    read_given_predictions,
+    read_labels,
+    read_magic,
+    read_texts,
+)
+from bnncli.data.prediction_files import split_prediction_place as divide_given
 from bnncli.data.shift import Shift
-from bnncli.data.sound import Sound, at_rate, clip_of, is_clip
+from bnncli.data.sound import Sound, convert_clip, is_clip, resample
 from bnncli.data.splits import (
     Batch,
     Inputs,
@@ -29,7 +36,7 @@ from bnncli.data.splits import (
     parse_hold_out,
     parse_split,
 )
-from bnncli.data.transform import Transform, Transformed
+from bnncli.data.transform import Transform, TransformedInputs
 
 __all__ = [
     "FROM_1",
@@ -37,7 +44,7 @@ __all__ = [
     "Augmentation",
     "Batch",
     "FeatureArrays",
-    "GivenFile",
+    "FilePredictions",
     "ImageCounts",
     "InputSplit",
     "Inputs",
@@ -46,26 +53,26 @@ __all__ = [
     "Shift",
     "Sound",
     "Transform",
-    "Transformed",
-    "at_rate",
+    "TransformedInputs",
+    "alphabetical_numbering",
     "check_same_classes",
-    "clip_of",
     "columns_of_classes",
     "common_task",
+    "convert_clip",
     "divide_given",
     "hold_out",
     "hold_out_rows",
     "is_clip",
+    "is_multi_label",
     "load_split",
-    "magic_of",
-    "matched_to",
-    "numbered_by_name",
+    "match_classes",
     "open_stored",
     "parse_hold_out",
     "parse_split",
     "read_feature_arrays",
-    "read_given",
+    "read_given_predictions",
     "read_labels",
+    "read_magic",
     "read_texts",
-    "shows_several",
+    "resample",
 ]

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, cast
 import numpy as np
 
 from bnncli.data.labels import FROM_1, check_labels, common_task
-from bnncli.data.transform import settled
+from bnncli.data.transform import normalise_dtype
 from bnncli.errors import DataError, DeviceError, Untrusted
 from bnncli.likelihoods import likelihood_of
 from bnncli.names import listed, quoted
@@ -63,7 +63,7 @@ class ArrayDataset:
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray | Tensor, np.ndarray | None]:
         """Return inputs and labels of the rows; consecutive rows are not copied."""
-        index = places(rows)
+        index = row_index(rows)
         return self.inputs[index], None if self.labels is None else self.labels[index]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
@@ -93,8 +93,8 @@ class NamedArrays:
 
     def read(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
         """Return inputs by name and labels of the rows."""
-        index = places(rows)
-        inputs = {name: settled(array[index]) for name, array in self.inputs.items()}
+        index = row_index(rows)
+        inputs = {name: normalise_dtype(array[index]) for name, array in self.inputs.items()}
         return inputs, None if self.labels is None else self.labels[index]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
@@ -121,7 +121,7 @@ def named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *,
     return NamedArrays(dict(inputs), checked)
 
 
-def places(rows: np.ndarray) -> slice | np.ndarray:
+def row_index(rows: np.ndarray) -> slice | np.ndarray:
     """Return an index for rows (n,); consecutive rows become a slice, which copies nothing."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if bool((np.diff(rows) == 1).all()) else rows
@@ -223,7 +223,7 @@ def _damaged(error: Exception, name: str, path: Path) -> DataError:
     return DataError(f"{quoted(path, limit=300)}: array {quoted(name)} is truncated or damaged ({error})", path=path)
 
 
-def can_hold(compressed: int, size: int) -> bool:
+def can_inflate_to(compressed: int, size: int) -> bool:
     """Return whether `compressed` bytes of Deflate can expand to `size` bytes; if not, the size is false."""
     return size <= _MAX_RATIO * compressed + _SLACK
 
@@ -258,7 +258,7 @@ def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
         )  # fmt: skip
     if start + math.prod(shape) * dtype.itemsize != info.file_size:
         raise ValueError(f"shape {shape} does not match {info.file_size} bytes of data")
-    if not can_hold(info.compress_size, info.file_size):
+    if not can_inflate_to(info.compress_size, info.file_size):
         raise ValueError(f"{info.compress_size} compressed bytes cannot hold {info.file_size} bytes")
     if info.compress_type == zipfile.ZIP_STORED and info.file_size >= MAPPED_BYTES and not is_fortran:
         return _mapped(archive, info, start, shape, dtype)
@@ -344,7 +344,7 @@ def _unpacked(content: memoryview, order: str, shown: str) -> memoryview:
     packed = zlib.decompressobj()
     head = packed.decompress(content, 8)
     size = struct.unpack(f"{order}II", head)[1]
-    if not can_hold(len(content), size):
+    if not can_inflate_to(len(content), size):
         raise ValueError(f"{len(content)} compressed bytes cannot hold {size} bytes")
     check_memory(size, shown)
     body = packed.decompress(packed.unconsumed_tail, max(size, 1))
@@ -401,7 +401,7 @@ class FeatureDataset:
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Return features and labels of the rows; consecutive rows are not copied."""
-        index = places(rows)
+        index = row_index(rows)
         return self.features[index], None if self.labels is None else self.labels[index]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:

@@ -83,7 +83,7 @@ def plain_numbers(column: Any) -> np.ndarray | None:
     return inner.reshape(len(column), -1)
 
 
-def listed_values(column: Any) -> list[Any]:
+def python_values(column: Any) -> list[Any]:
     """Return the values of a column as Python objects, None for missing ones."""
     is_plain = str(column.type) in _NUMBERS and not column.null_count
     found: list[Any] = np.from_dlpack(column).tolist() if is_plain else column.to_pylist()
@@ -94,12 +94,12 @@ def class_names_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[st
     """Return the class names that Hugging Face datasets stores in a schema."""
     try:
         stored = json.loads((metadata or {}).get(b"huggingface", b"{}"))
-        return names_of_features(stored["info"]["features"])
+        return feature_class_names(stored["info"]["features"])
     except (ValueError, LookupError, TypeError, RecursionError):  # others may store anything under this key
         return {}
 
 
-def names_of_features(features: Any) -> dict[str, tuple[str, ...]]:
+def feature_class_names(features: Any) -> dict[str, tuple[str, ...]]:
     """Return the class names of each feature that is a ClassLabel or a list of them."""
     if not isinstance(features, Mapping):
         return {}
@@ -300,7 +300,7 @@ class BlockTable:
             with self._damage(self._files[number]):
                 for batch in self._opened(number).batches(block, list(names)):
                     for column, name in zip(found, names, strict=True):
-                        column += listed_values(batch.column(name))
+                        column += python_values(batch.column(name))
         return int(self._starts[-1]), found
 
     def numbers(self, names: Sequence[str]) -> np.ndarray | None:

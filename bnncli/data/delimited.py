@@ -26,7 +26,7 @@ from bnncli.errors import DataError
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
-from bnncli.system.input_files import is_failure, open_regular, reading
+from bnncli.system.input_files import convert_read_errors, is_failure, open_regular
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _RUN = 1 << 22  # bytes read at once
@@ -34,7 +34,7 @@ _UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
-def in_utf16(path: Path) -> DataError:
+def utf16_error(path: Path) -> DataError:
     """Return the error for a file of UTF-16 text."""
     name = shlex.quote(str(path))
     hint = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE" if name.isprintable() else "iconv -f UTF-16 -t UTF-8"
@@ -54,7 +54,7 @@ class LineFile:
         self._stream = _opened(path)
         head = os.pread(self._stream.fileno(), 3, 0)
         if head[:2] in UTF16_MARKS:
-            raise in_utf16(path)
+            raise utf16_error(path)
         self.start = len(_UTF8_MARK) if head == _UTF8_MARK else 0
 
     def __del__(self) -> None:
@@ -87,13 +87,13 @@ class LineFile:
             yield place, b"".join(parts)
 
     def _part(self, start: int) -> bytes:
-        with reading(self.path):
+        with convert_read_errors(self.path):
             return os.pread(self._stream.fileno(), _RUN, start)
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to `stop`. Raises DataError if the file has become shorter."""
         parts, place = [], start
-        with reading(self.path):
+        with convert_read_errors(self.path):
             while place < stop and (part := os.pread(self._stream.fileno(), stop - place, place)):
                 parts.append(part)
                 place += len(part)
@@ -105,11 +105,11 @@ class LineFile:
 
     def digest(self, progress: Progress) -> str:
         """Return the digest of the text, whether gzipped or not."""
-        with reading(self.path):
+        with convert_read_errors(self.path):
             return file_sha256(self._stream, progress)
 
 
-def decoded(line: bytes, where: str) -> str:
+def decode_line(line: bytes, where: str) -> str:
     """Decode UTF-8 bytes. Raises DataError."""
     try:
         return line.decode()
@@ -183,7 +183,7 @@ def plain_text(raw: bytes, delimiter: str) -> bytes | None:
     return text if b"\r" not in text and _is_utf8(text) else None
 
 
-def texts_of(rows: PlainRows, places: Sequence[int]) -> list[list[str]]:
+def column_texts(rows: PlainRows, places: Sequence[int]) -> list[list[str]]:
     """Return the fields of some columns."""
     codes, found = _codes(rows.text), []
     for place in places:
@@ -337,7 +337,7 @@ class DelimitedTable:
             if rows is None:
                 return None
             starts.append(rows.starts[1:])
-            for column, texts in zip(found, texts_of(rows, places), strict=True):
+            for column, texts in zip(found, column_texts(rows, places), strict=True):
                 column += texts
         self._starts, self._is_plain = np.concatenate(starts), True
         return len(self._starts) - 1, found
@@ -391,7 +391,7 @@ class DelimitedTable:
             )
         if self._delimiter == ",":
             self._delimiter = max(
-                ",;\t", key=lambda one: len(next(csv.reader([decoded(first, self._where)], delimiter=one)))
+                ",;\t", key=lambda one: len(next(csv.reader([decode_line(first, self._where)], delimiter=one)))
             )
         found = next((fields for _, fields in self._records()), [])
         header = [name.strip() for name in found]
@@ -424,7 +424,7 @@ class DelimitedTable:
                 try:
                     yield line.decode()
                 except UnicodeDecodeError:
-                    yield decoded(line, self._row(count, start))
+                    yield decode_line(line, self._row(count, start))
 
         start = self._end
         try:

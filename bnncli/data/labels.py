@@ -13,7 +13,7 @@ import numpy as np
 from bnncli.errors import DataError, MissingInput
 from bnncli.likelihoods import MULTILABEL
 from bnncli.names import counted, is_split, listed, quoted
-from bnncli.system.input_files import reading
+from bnncli.system.input_files import convert_read_errors
 
 if TYPE_CHECKING:
     from bnncli.data.splits import InputSplit
@@ -77,7 +77,7 @@ def is_matrix(labels: np.ndarray) -> bool:
     return is_shaped and bool(np.isin(labels, (0, 1)).all())
 
 
-def shows_several(labels: np.ndarray | None) -> bool:
+def is_multi_label(labels: np.ndarray | None) -> bool:
     """Return whether checked labels are multi-label: zeros and ones with several ones in a row."""
     return labels is not None and labels.ndim == 2 and bool((labels.sum(axis=1) > 1).any())
 
@@ -92,7 +92,7 @@ def common_task(labels: Mapping[str, np.ndarray | None], task: str | None) -> st
     Raises:
         DataError: some labels are not of the task, or the task is ambiguous.
     """
-    shown = MULTILABEL if task is None and any(shows_several(array) for array in labels.values()) else task
+    shown = MULTILABEL if task is None and any(is_multi_label(array) for array in labels.values()) else task
     for where, array in labels.items():
         _check_task(array, shown, where)
     widths = {where: array.shape[1] for where, array in labels.items() if array is not None and array.ndim == 2}
@@ -211,7 +211,7 @@ class Numbering:
         return found
 
 
-def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit:
+def match_classes(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit:
     """Match the split's labels to a model's: classes by name, integers unchanged.
 
     Names match regardless of case and surrounding spaces. Data may have a subset of the classes. Names that are all
@@ -291,7 +291,7 @@ def are_numbers(names: Iterable[str]) -> bool:
     return all(name.isascii() and name.isdecimal() for name in names)
 
 
-def numbered_by_name(split: InputSplit) -> str | None:
+def alphabetical_numbering(split: InputSplit) -> str | None:
     """Return the numbering of named labels if only their alphabetical order defines it; else None."""
     names = split.classes
     if not (split.is_labeled and split.numbering is None and names) or [*names] != sorted(names) or are_numbers(names):
@@ -329,7 +329,7 @@ def _folded(name: str) -> str:
     return name.strip().casefold()
 
 
-class Filed(NamedTuple):
+class ClassFolderFiles(NamedTuple):
     """Files (N,), as paths in their folder; labels (N,) and classes, or None without class folders; a note on skipped files."""
 
     files: tuple[str, ...]
@@ -338,7 +338,7 @@ class Filed(NamedTuple):
     note: str = ""
 
 
-def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
+def files_in(folder: Path, suffixes: Collection[str], what: str) -> ClassFolderFiles:
     """Find the files with these suffixes in a folder, naturally sorted within sorted classes.
 
     Args:
@@ -350,7 +350,7 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
     """
     if not folder.is_dir():
         raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
-    with reading(folder):
+    with convert_read_errors(folder):
         entries = list(folder.iterdir())
         classes = sorted(entry.name for entry in entries if entry.is_dir() and not _is_hidden(entry.name))
         loose = sorted(entry.name for entry in entries if _is_of(entry.name, suffixes) and entry.is_file())
@@ -372,7 +372,7 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
     note = (
         f"skipped {counted(num_others, 'hidden file')} (names starting with a dot, {_MAC_FOLDER})" if num_others else ""
     )
-    return Filed(files, labels, tuple(classes) or None, note)
+    return ClassFolderFiles(files, labels, tuple(classes) or None, note)
 
 
 _MAC_FOLDER = "__MACOSX"  # in archives created on a Mac

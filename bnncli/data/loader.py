@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from bnncli.data.pixels import ImageCounts, counting_images
-from bnncli.data.transform import Transform, transformed
+from bnncli.data.pixels import ImageCounts, count_images
+from bnncli.data.transform import Transform, apply_transform
 from bnncli.errors import BnnError, DeviceError
 
 if TYPE_CHECKING:
@@ -153,14 +153,14 @@ class _Chunks(torch_data.Dataset[Any]):
     def __getitem__(self, index: int) -> Chunk | BnnError:
         rows = self.chunks[index]
         try:
-            with counting_images() as counted:
+            with count_images() as counted:
                 raw, found = self.dataset.read(rows)
             images = reduce(ImageCounts.plus, counted, ImageCounts())
             labels = None if found is None else torch.from_numpy(found)
             items = None if self.transform is None else _for_transform(raw)
             if self.transform is not None and items is not None:
                 where = f"{self.where} rows {rows[0]} to {rows[-1]}"
-                made = transformed(self.transform, items, where)
+                made = apply_transform(self.transform, items, where)
                 return Chunk(_tensors(made.inputs), labels, True, *made[1:], images=images)
         except BnnError as error:
             return error

@@ -250,7 +250,7 @@ _counts: ContextVar[list[ImageCounts] | None] = ContextVar("_counts", default=No
 
 
 @contextmanager
-def counting_images() -> Iterator[list[ImageCounts]]:
+def count_images() -> Iterator[list[ImageCounts]]:
     """Yield a list that collects a count for every image decoded inside the block."""
     found: list[ImageCounts] = []
     token = _counts.set(found)
@@ -261,7 +261,7 @@ def counting_images() -> Iterator[list[ImageCounts]]:
 
 
 @contextmanager
-def opened_image(stream: IO[bytes], where: str, path: Path | None = None) -> Iterator[Image.Image]:
+def open_image(stream: IO[bytes], where: str, path: Path | None = None) -> Iterator[Image.Image]:
     """Open an image; anything that cannot be decoded, here or inside the block, raises DataError.
 
     Args:
@@ -280,7 +280,7 @@ def opened_image(stream: IO[bytes], where: str, path: Path | None = None) -> Ite
         raise DataError(f"cannot decode {where}: {why}", path=path) from error
 
 
-def mode_of(modes: set[str]) -> str:
+def common_mode(modes: set[str]) -> str:
     """Return L if every image is grey, else RGB."""
     return "L" if modes <= _GREY else "RGB"
 
@@ -293,7 +293,7 @@ def check_mode(image: Image.Image, mode: str, name: str) -> None:
         raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are greyscale")
 
 
-def decoded_image(image: Image.Image, mode: str, preprocess: Preprocess, name: str) -> Image.Image:
+def decode_image(image: Image.Image, mode: str, preprocess: Preprocess, name: str) -> Image.Image:
     """Decode an image to the mode, upright and on the background. Raises DataError as `check_mode` does."""
     check_mode(image, mode, name)
     is_turned = not preprocess.no_exif and 1 < _orientation(image) <= 8
@@ -327,7 +327,7 @@ def _is_transparent(image: Image.Image) -> bool:
     return int(image.convert("RGBA").getchannel("A").getextrema()[0]) < 255  # type: ignore[arg-type]
 
 
-def sized(image: Image.Image, preprocess: Preprocess, name: str) -> np.ndarray:
+def resize_and_crop(image: Image.Image, preprocess: Preprocess, name: str) -> np.ndarray:
     """Resize and crop a decoded image to (H, W, C). Raises DataError if it is smaller than the crop."""
     width, height = image.size
     new_height, new_width = preprocess.resized_shape(height, width)

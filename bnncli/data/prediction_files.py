@@ -12,7 +12,7 @@ import numpy as np
 
 from bnncli.data.arrays import npz_shapes, read_npz
 from bnncli.data.arrow_files import BlockTable, ParquetBlocks
-from bnncli.data.delimited import UTF16_MARKS, DelimitedTable, in_utf16
+from bnncli.data.delimited import UTF16_MARKS, DelimitedTable, utf16_error
 from bnncli.data.labels import check_labels
 from bnncli.data.tables import (
     LABEL_NAMES,
@@ -24,9 +24,9 @@ from bnncli.data.tables import (
     NumberTable,
     check_cells,
     check_points,
-    labels_of,
-    numbers_of,
-    several_labels,
+    convert_labels,
+    convert_multi_labels,
+    read_numbers,
     unlabelled_note,
 )
 from bnncli.errors import DataError, Untrusted, UsageError
@@ -47,7 +47,7 @@ _OF_LABELS = (*LABEL_NAMES, "y_true", "true_label", "ground_truth")
 FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; join several columns with +, or match them with one *)"
 
 
-class Chosen(NamedTuple):
+class PredictionColumns(NamedTuple):
     """Columns or arrays with the predictions.
 
     Attributes:
@@ -65,7 +65,7 @@ class Chosen(NamedTuple):
     is_ordered: bool = True
 
 
-def divide(place: str) -> tuple[Path, dict[str, str]]:
+def split_prediction_place(place: str) -> tuple[Path, dict[str, str]]:
     """Split off the file from what is named after it: `probs`, `logits`, `label`, or "" for `FILE:ARRAY[,LABELS]`.
 
     A colon belongs to the file's name if that file exists. Raises UsageError for another form.
@@ -99,7 +99,7 @@ def _parse(text: str, place: str) -> dict[str, str]:
 
 def find_arrays(
     shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, str], wanted: str | None, where: str
-) -> Chosen:
+) -> PredictionColumns:
     """Find the array of predictions in an archive.
 
     Args:
@@ -112,7 +112,7 @@ def find_arrays(
     """
     holds, name = _named(named)
     if name is not None:
-        return Chosen((_known(name, shapes, where),), wanted or holds or _said(name))
+        return PredictionColumns((_known(name, shapes, where),), wanted or holds or _said(name))
     found = {kind: [one for one in shapes if one.casefold() in names] for kind, names in _NAMES.items()}
     for kind, own in found.items():  # beside a matrix, a vector is a property of the rows
         found[kind] = [one for one in own if len(shapes[one]) == 2] or own
@@ -120,11 +120,11 @@ def find_arrays(
         if len(found[kind]) == 1:
             name = found[kind][0]
             logits = [one for one in found[LOGITS] if wanted is None and one != name and shapes[one] == shapes[name]]
-            return Chosen((name,), kind, others=tuple(logits[:1]))
+            return PredictionColumns((name,), kind, others=tuple(logits[:1]))
     others = [one for one in found[PROBS] + found[LOGITS] if wanted is None or one in found[wanted]]
     others = others or [one for one, shape in shapes.items() if len(shape) == 2]
     if len(others) == 1:
-        return Chosen((others[0],), wanted or _said(others[0]))
+        return PredictionColumns((others[0],), wanted or _said(others[0]))
     if others:
         shown = ", ".join(f"{quoted(one)} {shapes[one]}" for one in others[:20])
         raise DataError(
@@ -138,7 +138,9 @@ def find_arrays(
     )  # fmt: skip
 
 
-def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: str | None, where: str) -> Chosen:
+def find_columns(
+    columns: Mapping[str, str], named: Mapping[str, str], wanted: str | None, where: str
+) -> PredictionColumns:
     """Find the columns of predictions in a table; arguments as in `find_arrays`, `columns` with what each holds.
 
     Raises:
@@ -148,7 +150,7 @@ def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: s
     if name is not None:
         names = _several(name, columns, where)
         kind, classes = wanted or holds or _said(names[0]), _classes(names)
-        return Chosen(names, kind, classes, is_ordered="+" in name or _sorts_so(classes))
+        return PredictionColumns(names, kind, classes, is_ordered="+" in name or _sorts_so(classes))
     numbers = [one for one, kind in columns.items() if kind in (REAL, WHOLE)]
     for kind in (wanted,) if wanted else (PROBS, LOGITS):
         found = _called(columns, numbers, kind)
@@ -177,7 +179,7 @@ def _called(columns: Mapping[str, str], numbers: Sequence[str], kind: str) -> li
     return found or [[one] for one in lists or [one for one in numbers if one.casefold() in _NAMES[kind]]]
 
 
-def called_as_predictions(columns: Mapping[str, str], kind: str) -> list[str]:
+def prediction_like_columns(columns: Mapping[str, str], kind: str) -> list[str]:
     """Return the columns that hold values of a kind and are named like probabilities or logits."""
     prefixes = [prefix for every in _PREFIXES.values() for prefix in every]
     whole = {name for every in _NAMES.values() for name in every}
@@ -263,13 +265,13 @@ def _begins(name: str, prefix: str) -> bool:
     return name.casefold().startswith(prefix) and len(name) > len(prefix)
 
 
-def _of_classes(names: Sequence[str], holds: str | None) -> Chosen:
+def _of_classes(names: Sequence[str], holds: str | None) -> PredictionColumns:
     """Choose columns of one class each, sorted numerically if named by numbers."""
     classes = _classes(names) or ()
     if classes and all(one.isdecimal() for one in classes):
         order = sorted(range(len(names)), key=lambda place: int(classes[place]))
         names, classes = [names[place] for place in order], tuple(classes[place] for place in order)
-    return Chosen(tuple(names), holds, classes or None, is_ordered=_sorts_so(classes))
+    return PredictionColumns(tuple(names), holds, classes or None, is_ordered=_sorts_so(classes))
 
 
 def _sorts_so(classes: Sequence[str] | None) -> bool:
@@ -311,7 +313,7 @@ _ROUNDING = 0.01  # of probabilities beside logits: two decimals, or 16 bits of 
 
 
 @dataclass(frozen=True)
-class GivenFile:
+class FilePredictions:
     """Predictions read from a file.
 
     Attributes:
@@ -337,7 +339,7 @@ class GivenFile:
     note: str = ""
 
 
-def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True) -> GivenFile:
+def read_given_predictions(place: str, *, wanted: str | None = None, has_labels: bool = True) -> FilePredictions:
     """Read the predictions in `FILE[:probs=COLUMN,label=COLUMN]` or `FILE:ARRAY[,LABELS]`.
 
     Args:
@@ -350,10 +352,10 @@ def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True
         DataError: the file is damaged, the columns are missing or ambiguous, or numbers or labels break a rule.
         Untrusted: an array has Python objects.
     """
-    path, named = divide(place)
-    magic = magic_of(path)
+    path, named = split_prediction_place(place)
+    magic = read_magic(path)
     if magic.startswith(_NPY_MAGIC):
-        return GivenFile(path, path.name, _two_axes(_read_npy(path), quoted(path, limit=300)), wanted, None, None)
+        return FilePredictions(path, path.name, _two_axes(_read_npy(path), quoted(path, limit=300)), wanted, None, None)
     if magic.startswith(_ZIP_MAGIC):
         return _of_archive(path, named, wanted, has_labels=has_labels)
     return _of_table(_table(path, magic), named, wanted, has_labels=has_labels)
@@ -369,8 +371,8 @@ def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[st
     Raises:
         MissingInput, UsageError, DataError, Untrusted: as in read_given, or if there are no labels.
     """
-    path, named = divide(place)
-    magic, where = magic_of(path), quoted(path, limit=300)
+    path, named = split_prediction_place(place)
+    magic, where = read_magic(path), quoted(path, limit=300)
     if magic.startswith(_NPY_MAGIC):
         labels = _checked(_read_npy(path), classes, where, unordered)
     elif magic.startswith(_ZIP_MAGIC):
@@ -387,7 +389,7 @@ def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[st
 
 def read_texts(path: Path, column: str) -> list[str]:
     """Return the values (N,) of a column or array as texts. Raises as read_given does; DataError if it is missing."""
-    magic, where = magic_of(path), quoted(path, limit=300)
+    magic, where = read_magic(path), quoted(path, limit=300)
     if magic.startswith(_ZIP_MAGIC):
         if column not in (names := list(npz_shapes(path))):
             raise DataError(
@@ -403,7 +405,7 @@ def read_texts(path: Path, column: str) -> list[str]:
     return ["" if value is None else str(value) for value in table.values([name])[1][0]]
 
 
-def magic_of(path: Path) -> bytes:
+def read_magic(path: Path) -> bytes:
     """Return the first bytes of a file. Raises MissingInput, or DataError if it is empty."""
     with open_regular(path) as stream:
         found = stream.read(8)
@@ -417,7 +419,7 @@ def _table(path: Path, magic: bytes) -> NumberTable:
         asked = f"{quoted(path, limit=300)}: a Parquet file"
         return BlockTable(path, [path], ParquetBlocks, "parquet", asked=asked)
     if magic.startswith(UTF16_MARKS):
-        raise in_utf16(path)
+        raise utf16_error(path)
     if b"\0" in magic and not magic.startswith(_GZIP_MAGIC):
         raise DataError(
             f"{quoted(path, limit=300)} has an unknown format; expected npz, npy, csv, Parquet or a prediction "
@@ -427,7 +429,7 @@ def _table(path: Path, magic: bytes) -> NumberTable:
     return DelimitedTable(path, delimiter=",")
 
 
-def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
+def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
     shapes, where = npz_shapes(path), quoted(path, limit=300)
     if named.keys() & {""} and named[""] in shapes and shapes[named[""]][1].kind not in "fiub":
         raise DataError(
@@ -458,14 +460,14 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
     own = _checked(arrays[labels[0]], classes, f"{where}: array {quoted(labels[0])}") if labels else None
     note = unlabelled_note(labels) if labels and own is None else ""
     mutual_info = _as_long(arrays.get(_MUTUAL_INFO), len(values))
-    return GivenFile(path, name, values, chosen.holds, classes, own, mutual_info, note=note)
+    return FilePredictions(path, name, values, chosen.holds, classes, own, mutual_info, note=note)
 
 
-def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
+def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
     where = quoted(table.path, limit=300)
     if not named.keys() - {LABEL}:
         check_points(table, where)
-        check_cells(table, called_as_predictions(table.columns, TEXT), where)
+        check_cells(table, prediction_like_columns(table.columns, TEXT), where)
     chosen = find_columns(table.columns, named, wanted, where)
     if len(chosen.names) == 1:
         _check_not_of_predicted(chosen.names[0], table.columns, where, table.path)
@@ -478,17 +480,17 @@ def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, 
     num_rows, raw = table.values([*label_names, *further])
     if num_rows == 0:
         raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
-    values = numbers_of(table, chosen.names, num_rows, where)
+    values = read_numbers(table, chosen.names, num_rows, where)
     if chosen.others:
         _check_agreement(
-            values, numbers_of(table, chosen.others, num_rows, where), (chosen.names[0], chosen.others[0]), table.path
+            values, read_numbers(table, chosen.others, num_rows, where), (chosen.names[0], chosen.others[0]), table.path
         )
     unordered = () if chosen.is_ordered else chosen.names
     own = raw[: len(label_names)]
     labels = _of_columns(table, label_names, own, chosen.classes, where, unordered) if label_names else None
     mutual_info = _real(raw[-1]) if further else None
     note = unlabelled_note(label_names) if label_names and labels is None else ""
-    return GivenFile(
+    return FilePredictions(
         table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info, unordered, note
     )
 
@@ -553,11 +555,11 @@ def _of_columns(
 ) -> np.ndarray | None:
     """Return the labels in one column, or multi-label labels in one column each."""
     if len(names) > 1:
-        return several_labels(dict(zip(names, values, strict=True)), where=where).numbers
+        return convert_multi_labels(dict(zip(names, values, strict=True)), where=where).numbers
     column = f"{where}: column {quoted(names[0])}"
     own = table.class_names.get(names[0])
     if own is not None and classes is not None and {*own} == {*classes}:  # its numbers refer to its own names
-        numbers = labels_of(values[0], own, where=column).numbers
+        numbers = convert_labels(values[0], own, where=column).numbers
         return None if numbers is None else np.array([classes.index(name) for name in own])[numbers]
     return _named_labels(values[0], own or classes, column, unordered)
 
@@ -578,8 +580,8 @@ def _named_labels(
     kinds = {*map(type, values)}
     texts = {str(value).strip() for value in {*values}} if kinds and kinds <= {str, int} else set()
     if classes is not None and texts and texts <= {*classes, ""}:
-        return labels_of(values if kinds == {str} else [*map(str, values)], classes, where=where).numbers
-    found: Labels = labels_of(values, None, where=where)
+        return convert_labels(values if kinds == {str} else [*map(str, values)], classes, where=where).numbers
+    found: Labels = convert_labels(values, None, where=where)
     if found.classes is None:
         if found.numbers is not None and found.numbers.ndim == 1:
             _check_ordered(unordered, where)
@@ -590,7 +592,7 @@ def _named_labels(
                 "say which class they belong to",
             code="bad_labels", hint="save labels as class numbers from 0, or name the columns p_NAME",
         )  # fmt: skip
-    return labels_of(values, classes, where=where).numbers  # names the row without a known name
+    return convert_labels(values, classes, where=where).numbers  # names the row without a known name
 
 
 def _check_ordered(unordered: tuple[str, ...], where: str) -> None:

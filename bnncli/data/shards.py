@@ -34,7 +34,7 @@ class Part(NamedTuple):
     size: int
 
 
-class Example(NamedTuple):
+class ShardExample(NamedTuple):
     """The files of one example, by the lower-case part of their names after the first dot."""
 
     key: str
@@ -88,7 +88,7 @@ def _inside(text: str) -> list[str]:
     return [f"{number:0{width}}" for number in range(first, last + 1, 1) or range(first, last - 1, -1)]
 
 
-def examples_of(path: Path) -> Iterator[Example]:
+def examples_of(path: Path) -> Iterator[ShardExample]:
     """Yield the examples of a shard in order, from its headers.
 
     Raises:
@@ -108,7 +108,7 @@ def examples_of(path: Path) -> Iterator[Example]:
         for match, part in group:
             if parts.setdefault(match[2].lower(), part) is not part:
                 raise DataError(f"{quoted(path, limit=300)} has two files named {quoted(part.name)}", path=path)
-        yield Example(key, parts)
+        yield ShardExample(key, parts)
 
 
 def _parts(path: Path) -> Iterator[Part]:
@@ -186,7 +186,7 @@ class ShardColumn(NamedTuple):
     def __str__(self) -> str:
         return "/".join(self.suffixes) + (f".{self.field}" if self.field is not None else "")
 
-    def part(self, example: Example) -> Part | None:
+    def part(self, example: ShardExample) -> Part | None:
         """Return the file of an example; None if it has none."""
         return next((example.parts[suffix] for suffix in self.suffixes if suffix in example.parts), None)
 
@@ -215,7 +215,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return found
 
 
-def input_column(first: Example, named: Mapping[str, str], takes: str | None) -> tuple[str, ShardColumn]:
+def input_column(first: ShardExample, named: Mapping[str, str], takes: str | None) -> tuple[str, ShardColumn]:
     """Return kind (image, text, x or audio) and column of the input.
 
     Args:
@@ -249,7 +249,7 @@ def input_column(first: Example, named: Mapping[str, str], takes: str | None) ->
     )
 
 
-def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, Any]) -> ShardColumn | None:
+def label_column(first: ShardExample, named: Mapping[str, str], fields: Mapping[str, Any]) -> ShardColumn | None:
     """Return the column of the labels; None if there is none.
 
     Args:
@@ -269,7 +269,7 @@ def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, 
     return ShardColumn((_JSON,), found[0]) if found else None
 
 
-def _named(name: str, first: Example) -> ShardColumn:
+def _named(name: str, first: ShardExample) -> ShardColumn:
     """Return the column of a suffix, of several joined by + or ;, or of a field after the suffix json."""
     suffix, dot, field = name.partition(".")
     column = (

@@ -53,7 +53,7 @@ class Shift:
             row: of the data, which seeds the noise.
         """
         if self.rotate is not None:
-            image = rotated(image, self.rotate)
+            image = rotate_image(image, self.rotate)
         if self.corrupt is not None:
             kind, severity = parse_corruption(self.corrupt)
             corruption, stream = CORRUPTIONS[kind], np.random.default_rng([self.seed, row])
@@ -139,7 +139,7 @@ class ShiftedDataset:
         return self.dataset.identity(rows, progress)
 
 
-def rotated(image: np.ndarray, degrees: float) -> np.ndarray:
+def rotate_image(image: np.ndarray, degrees: float) -> np.ndarray:
     """Rotate an image (H, W) or (H, W, C) of uint8 counter-clockwise about its centre: bilinear, black outside, same size."""
     from scipy.ndimage import rotate  # slow import
 

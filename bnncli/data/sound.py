@@ -52,7 +52,7 @@ def check_decodable(names: Iterable[str]) -> None:
                 raise _no_library(f"to decode {quoted(name)}")
 
 
-def decoded(data: bytes, where: str, path: Path | None = None) -> Sound:
+def decode_sound(data: bytes, where: str, path: Path | None = None) -> Sound:
     """Decode the sound in a file's bytes.
 
     Args:
@@ -63,16 +63,16 @@ def decoded(data: bytes, where: str, path: Path | None = None) -> Sound:
         UsageError: the library that decodes it is not installed.
     """
     found = _of_wav(data, where, path) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
-    return checked_sound(*(_by_library(data, where, path) if found is None else found), where, path)
+    return check_sound(*(_by_library(data, where, path) if found is None else found), where, path)
 
 
 def read_sound(path: Path) -> Sound:
     """Read the sound of a file; raises as `decoded` and `open_regular` do."""
     with open_regular(path) as stream:
-        return decoded(stream.read(), quoted(path, limit=300), path)
+        return decode_sound(stream.read(), quoted(path, limit=300), path)
 
 
-def checked_sound(samples: np.ndarray, rate: int, where: str, path: Path | None = None) -> Sound:
+def check_sound(samples: np.ndarray, rate: int, where: str, path: Path | None = None) -> Sound:
     """Check samples (T,) or (T, channels), integer or real, and return them as a sound.
 
     Raises:
@@ -94,7 +94,7 @@ def is_clip(value: object) -> bool:
     return isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys()
 
 
-def clip_of(value: Mapping[str, Any], where: str) -> Sound:
+def convert_clip(value: Mapping[str, Any], where: str) -> Sound:
     """Convert a value recognised by `is_clip`. Raises DataError if it is not a wave (T,) with a rate in Hz."""
     try:
         samples, rate = np.asarray(value["array"]), float(value["sampling_rate"])
@@ -103,10 +103,10 @@ def clip_of(value: Mapping[str, Any], where: str) -> Sound:
     if samples.ndim != 1 or samples.dtype.kind not in "fi" or rate != int(rate):
         came = f"{samples.dtype} of shape {samples.shape} at {rate:g} Hz"
         raise DataError(f"{where}: expected mono samples (T,) and an integer sampling rate in Hz, got {came}")
-    return checked_sound(samples, int(rate), where)
+    return check_sound(samples, int(rate), where)
 
 
-def at_rate(sound: Sound, rate: int) -> np.ndarray:
+def resample(sound: Sound, rate: int) -> np.ndarray:
     """Resample to (T',) float32 at another rate in Hz with a polyphase filter (scipy.signal.resample_poly)."""
     if sound.rate == rate:
         return sound.samples
@@ -221,7 +221,7 @@ class WaveDataset:
 
     def read(self, rows: np.ndarray) -> tuple[list[Sound], np.ndarray | None]:
         """Return clips and labels (n,) of the rows."""
-        found = [checked_sound(self.waves[row], self.rate, f"row {row}") for row in rows.tolist()]
+        found = [check_sound(self.waves[row], self.rate, f"row {row}") for row in rows.tolist()]
         return found, None if self.labels is None else self.labels[rows]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
@@ -239,6 +239,6 @@ def is_waves(array: np.ndarray) -> bool:
 def wave_dataset(waves: np.ndarray, labels: np.ndarray | None, rate: int, *, where: str) -> WaveDataset:
     """Check waves and return them as a data set. Raises DataError for waves without samples or labels that break a rule."""
     if len(waves):
-        checked_sound(waves[0], rate, where)
+        check_sound(waves[0], rate, where)
     known = None if labels is None else check_labels(labels, num_rows=len(waves), where=where)
     return WaveDataset(waves, rate, known)

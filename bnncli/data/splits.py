@@ -15,14 +15,14 @@ from bnncli import registry
 from bnncli.data.labels import Numbering, common_task
 from bnncli.data.pixels import ImageCounts, Preprocess
 from bnncli.data.shift import Shift, ShiftedDataset
-from bnncli.data.transform import check_fits, items_of
+from bnncli.data.transform import check_fits, item_kind
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.names import near_miss
 from bnncli.numerics.digests import file_sha256, json_sha256, tensor_digest
 from bnncli.numerics.random import permutation
 from bnncli.options.declaration import check_split_name, forms
 from bnncli.progress import SILENT, Progress
-from bnncli.system.input_files import open_regular, reading
+from bnncli.system.input_files import convert_read_errors, open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class KnownDataset:
+class CachedDataset:
     """A data set whose facts are already known; it is opened when its rows are needed."""
 
     told: Mapping[str, np.ndarray]
@@ -100,9 +100,9 @@ class KnownDataset:
         return {**found, "rows": rows}
 
 
-def known_or_opened(
+def recall_or_open(
     kind: str, module: Any, place: str, preprocess: Preprocess, memory: Memory | None
-) -> Dataset | KnownDataset:
+) -> Dataset | CachedDataset:
     """Return the data set of a place, without opening it if all of its files are unchanged since it was last opened.
 
     Args:
@@ -126,7 +126,7 @@ def known_or_opened(
         return dataset
     told = memory.read()
     if str(told.get("key")) == key:
-        return KnownDataset(told, partial(module.open_dataset, place, preprocess))
+        return CachedDataset(told, partial(module.open_dataset, place, preprocess))
     dataset = module.open_dataset(place, preprocess)
     if getattr(dataset, "paths", None) is not None:  # its images are separate files
         return dataset
@@ -135,7 +135,7 @@ def known_or_opened(
     told = _told(dataset, key)
     if _states(files) == states:
         memory.offer(told)
-    return KnownDataset(told, lambda: dataset)
+    return CachedDataset(told, lambda: dataset)
 
 
 def _key(kind: str, place: str, preprocess: Preprocess, files: Sequence[Path]) -> str:
@@ -331,7 +331,7 @@ class InputSplit:
     @property
     def items(self) -> str:
         """Kind of the examples: arrays, images, texts or audio."""
-        return items_of(self.dataset)
+        return item_kind(self.dataset)
 
     def take(self, positions: np.ndarray) -> InputSplit:
         """Return the split of the examples at these positions (n,), in this order."""
@@ -385,7 +385,7 @@ class InputSplit:
         """
         from bnncli.data.loader import read_ahead  # imports torch
 
-        dataset = self.dataset.opened if isinstance(self.dataset, KnownDataset) else self.dataset
+        dataset = self.dataset.opened if isinstance(self.dataset, CachedDataset) else self.dataset
         chunks = read_ahead(
             dataset if self.shift is None else ShiftedDataset(dataset, self.shift, self.spec),
             self.rows,
@@ -495,8 +495,8 @@ def _opened(spec: str, preprocess: Preprocess, memory: Memory | None) -> tuple[s
     module = registry.load_module(_FAMILY, kind)
     match = re.fullmatch(r"(.+)@(\d+)", place)
     count = None
-    with reading(Path(place)):  # the name may be too long, or the folder not accessible
+    with convert_read_errors(Path(place)):  # the name may be too long, or the folder not accessible
         if match and not module.exists(place):
             place, count = match[1], int(match[2])
-        dataset = known_or_opened(kind, module, place, preprocess, memory)
+        dataset = recall_or_open(kind, module, place, preprocess, memory)
     return kind, place, dataset, count

@@ -15,9 +15,9 @@ from PIL import Image
 
 from bnncli.data.arrays import TOKEN_IDS
 from bnncli.data.labels import IF_UNKNOWN, check_labels
-from bnncli.data.pixels import Preprocess, check_same_size, decoded_image, mode_of, opened_image, sized
-from bnncli.data.sound import Sound, check_decodable, decoded
-from bnncli.data.transform import settled
+from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
+from bnncli.data.sound import Sound, check_decodable, decode_sound
+from bnncli.data.transform import normalise_dtype
 from bnncli.errors import DataError, UsageError
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256
@@ -67,7 +67,7 @@ class Roles:
         return [self.kind, *self.inputs, "label", *self.labels]
 
 
-def divide(place: str, spelled: str) -> tuple[str, dict[str, str]]:
+def split_columns(place: str, spelled: str) -> tuple[str, dict[str, str]]:
     """Split off the columns named after a place: `FILE:text=COL,label=COL`.
 
     A colon belongs to the place if such a file exists.
@@ -227,7 +227,7 @@ class Labels(NamedTuple):
     classes: tuple[str, ...] | None
 
 
-def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: str) -> Labels:
+def convert_labels(values: Sequence[Any], names: tuple[str, ...] | None, *, where: str) -> Labels:
     """Convert a column to labels.
 
     Args:
@@ -265,7 +265,9 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
             hint="remove the rows without a label, or use no labels: label=",
         )  # fmt: skip
     if names is not None and all(isinstance(value, list) for value in values):
-        return Labels(check_labels(zeros_and_ones(values, len(names), where), num_rows=len(values), where=where), names)
+        return Labels(
+            check_labels(indicator_matrix(values, len(names), where), num_rows=len(values), where=where), names
+        )
     if all(isinstance(value, str) for value in values):
         if names is None and not all(_WHOLE.fullmatch(value) for value in values):
             folded = [value.casefold() for value in values]
@@ -308,7 +310,7 @@ def unlabelled_note(columns: Sequence[str]) -> str:
     )
 
 
-def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:
+def convert_multi_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:
     """Convert one column per label to multi-label labels (N, L) uint8; None if no row has any.
 
     Args:
@@ -345,7 +347,7 @@ def _there_or_not(values: Sequence[Any], where: str) -> np.ndarray:
     return found
 
 
-def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str) -> np.ndarray:
+def indicator_matrix(values: Sequence[Sequence[int]], num_classes: int, where: str) -> np.ndarray:
     """Return a matrix (N, C) with a one for each class in a list. Raises DataError for a number that is not a class."""
     found = np.zeros((len(values), num_classes), np.int64)
     for row, numbers in enumerate(values):
@@ -552,7 +554,7 @@ class TableDataset:
         found = {}
         for name, column in zip(self.roles.inputs, values, strict=True):
             try:
-                found[name] = settled(np.array(column))
+                found[name] = normalise_dtype(np.array(column))
             except ValueError:
                 sizes = [len(value) if isinstance(value, list) else None for value in column]
                 odd = next((place for place, size in enumerate(sizes) if size != sizes[0]), 0)
@@ -565,20 +567,23 @@ class TableDataset:
         images = [self._image(row, value) for row, value in zip(rows.tolist(), values, strict=True)]
         if self.items == "images":
             return images
-        arrays = [sized(image, self.preprocess, f"row {row}") for row, image in zip(rows.tolist(), images, strict=True)]
+        arrays = [
+            resize_and_crop(image, self.preprocess, f"row {row}")
+            for row, image in zip(rows.tolist(), images, strict=True)
+        ]
         for row, array in zip(rows.tolist(), arrays, strict=True):
             check_same_size(array, arrays[0], f"row {row}", f"row {rows[0]}")
         return np.stack(arrays)
 
     def _image(self, row: int, value: Any) -> Image.Image:
         """Decode an image."""
-        with self._stored(row, value, "an image") as file, opened_image(file.stream, file.where, file.path) as image:
-            return decoded_image(image, self.mode or mode_of({image.mode}), self.preprocess, file.name)
+        with self._stored(row, value, "an image") as file, open_image(file.stream, file.where, file.path) as image:
+            return decode_image(image, self.mode or common_mode({image.mode}), self.preprocess, file.name)
 
     def _sound(self, row: int, value: Any) -> Sound:
         """Decode a clip."""
         with self._stored(row, value, "sound") as file:
-            return decoded(file.stream.read(), file.where, file.path)
+            return decode_sound(file.stream.read(), file.where, file.path)
 
     @contextmanager
     def _stored(self, row: int, value: Any, expected: str) -> Iterator[_File]:
@@ -650,8 +655,8 @@ def _labels(table: StoredTable, roles: Roles, values: list[list[Any]], where: st
         return Labels(None, None)
     if len(roles.labels) == 1:
         (name,) = roles.labels
-        return labels_of(values[0], table.class_names.get(name), where=f"{where}: column {quoted(name)}")
-    return several_labels(dict(zip(roles.labels, values, strict=True)), where=where)
+        return convert_labels(values[0], table.class_names.get(name), where=f"{where}: column {quoted(name)}")
+    return convert_multi_labels(dict(zip(roles.labels, values, strict=True)), where=where)
 
 
 def _is_number(value: Any) -> bool:
@@ -672,7 +677,7 @@ class NumberTable(StoredTable, Protocol):
         """Return columns as (N, columns) float64, or a list column; None if they must be read row by row."""
 
 
-def numbers_of(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
+def read_numbers(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
     """Return columns of numbers, or a list column, as (N, C) float64.
 
     Raises:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MAKERS = {"texts": "tokenizer", "audio": "feature extractor"}  # what prepares inputs that only it can
 
 
-class Transformed(NamedTuple):
+class TransformedInputs(NamedTuple):
     """Inputs of n items, one array or one per argument name of the network.
 
     Attributes:
@@ -47,7 +47,7 @@ class Transform(Protocol):
     def mode(self) -> str:
         """Mode of the images: RGB, or L for a network with one channel; empty for other items."""
 
-    def __call__(self, items: Sequence[Any]) -> Transformed:
+    def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return the inputs of the items: real numbers as float32, token ids as int64."""
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
     Raises:
         UsageError: texts or sound for a network of arrays, or another kind of item.
     """
-    items = items_of(dataset)
+    items = item_kind(dataset)
     if transform is None and items == "texts" and _has_columns(spec):
         (first,) = cast("Sequence[object]", dataset.read(np.zeros(1, np.int64))[0])
         if isinstance(first, str) and first.lower().endswith(tuple(SUFFIXES)):
@@ -84,12 +84,12 @@ def _has_columns(spec: str) -> bool:
     return spec.partition(":")[0] in ("csv", "tsv", "jsonl", "parquet", "arrow", "hf-dataset", "webdataset")
 
 
-def items_of(dataset: Dataset) -> str:
+def item_kind(dataset: Dataset) -> str:
     """Return the kind of items from `read`: arrays, images, texts or audio; arrays for kinds installed by others."""
     return cast(str, getattr(dataset, "items", "arrays"))
 
 
-def transformed(transform: Transform, items: Sequence[Any] | np.ndarray, where: str) -> Transformed:
+def apply_transform(transform: Transform, items: Sequence[Any] | np.ndarray, where: str) -> TransformedInputs:
     """Apply a transform to items.
 
     Args:
@@ -109,11 +109,11 @@ def transformed(transform: Transform, items: Sequence[Any] | np.ndarray, where: 
         raise DataError(message, code="wrong_inputs") from error
     inputs = found.inputs
     if isinstance(inputs, Mapping):
-        return found._replace(inputs={name: settled(array) for name, array in inputs.items()})
-    return found._replace(inputs=settled(inputs))
+        return found._replace(inputs={name: normalise_dtype(array) for name, array in inputs.items()})
+    return found._replace(inputs=normalise_dtype(inputs))
 
 
-def settled(array: np.ndarray) -> np.ndarray:
+def normalise_dtype(array: np.ndarray) -> np.ndarray:
     """Convert real numbers to float32 and integers to int64; booleans stay."""
     kinds = {"f": np.float32, "i": np.int64, "u": np.int64}
     return np.ascontiguousarray(array, kinds.get(array.dtype.kind, array.dtype))

@@ -42,7 +42,7 @@ margin.
 """
 
 
-def highest(scores: Array, count: int) -> Array:
+def highest_scores(scores: Array, count: int) -> Array:
     """Return the rows (count,) of the highest scores (N,), highest first, ties by row."""
     return np.argsort(-scores, kind="stable")[:count]
 

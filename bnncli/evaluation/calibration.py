@@ -52,14 +52,14 @@ class CalibrationError:
     is_inverted: bool = True
 
 
-def against_chance(gaps: Gaps, form: CalibrationError, *, level: float) -> dict[str, Any]:
+def judge_error(gaps: Gaps, form: CalibrationError, *, level: float) -> dict[str, Any]:
     """Return `floor`, `p_calibrated` and `interval` of a calibration error.
 
     Args:
         level: level of the interval, between 0 and 1.
     """
     estimate = float(form.estimate(gaps.observed[None])[0])
-    found = floor_of(gaps, form)
+    found = noise_floor(gaps, form)
     tail = (1 - level) / 2
     low = 0.0 if found["p_calibrated"] >= tail else _low(gaps, form, estimate, tail)
     high = max(low, _high(gaps, form, estimate, tail))
@@ -67,7 +67,7 @@ def against_chance(gaps: Gaps, form: CalibrationError, *, level: float) -> dict[
     return {**found, "interval": {**ends, "replicates": len(gaps.calibrated)}}
 
 
-def floor_of(gaps: Gaps, form: CalibrationError) -> dict[str, float]:
+def noise_floor(gaps: Gaps, form: CalibrationError) -> dict[str, float]:
     """Return `floor`, a calibrated model's mean error, and `p_calibrated`, the p-value of the observed error."""
     estimate = float(form.estimate(gaps.observed[None])[0])
     drawn = form.estimate(gaps.calibrated)
@@ -75,7 +75,7 @@ def floor_of(gaps: Gaps, form: CalibrationError) -> dict[str, float]:
     return {"floor": float(np.maximum(drawn, 0.0).mean()), "p_calibrated": (1 + reached) / (1 + len(drawn))}
 
 
-def drawn_gaps(
+def draw_gaps(
     size: NDArray, stated: NDArray, squares: NDArray, observed: NDArray, *, generator: np.random.Generator
 ) -> Gaps:
     """Return the gaps of bins whose events happen independently.
@@ -88,7 +88,7 @@ def drawn_gaps(
     num_draws = min(NUM_DRAWS, max(_FEWEST_DRAWS, _MOST_VALUES // max(1, len(size))))
     calibrated = stated - _happened(size, stated, squares, num_draws, generator)
     found = stated - observed
-    tilted = np.clip(stated - shrunk(found, calibrated.std(axis=0)), 0.0, size)
+    tilted = np.clip(stated - shrink_gaps(found, calibrated.std(axis=0)), 0.0, size)
     # Keep the relative spread of the stated probabilities within a bin, where that is possible.
     ratio = np.divide(tilted, stated, out=np.ones_like(tilted), where=stated > 0)
     apart = np.clip(squares * ratio**2, tilted**2 / size, tilted)
@@ -119,7 +119,7 @@ def largest_gap(size: NDArray, stated: NDArray, squares: NDArray, observed: NDAr
     }
 
 
-def shrunk(gaps: NDArray, spread: NDArray) -> Floats:
+def shrink_gaps(gaps: NDArray, spread: NDArray) -> Floats:
     """Move gaps (M,) towards 0 by `spread` (M,), but not past it."""
     return np.sign(gaps) * np.maximum(np.abs(gaps) - spread, 0.0)
 
@@ -149,7 +149,7 @@ def _low(gaps: Gaps, form: CalibrationError, estimate: float, tail: float) -> fl
     spread = np.where(spread > 0, spread, np.abs(gaps.observed))
 
     def at(amount: float) -> Floats:
-        return shrunk(gaps.observed, amount * spread)
+        return shrink_gaps(gaps.observed, amount * spread)
 
     def is_rejected(amount: float) -> bool:
         population = at(amount)
@@ -290,15 +290,15 @@ def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str)
         return np.stack(found, axis=1)
 
     def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
-        bins = binned(confidence, is_right, index, num_bins=num_bins)
-        return judged(
+        bins = bin_events(confidence, is_right, index, num_bins=num_bins)
+        return judge_errors(
             bins, [total_form(len(index)), _largest_form(bins), _debiased_form(bins)][: len(members)], generator, level
         )
 
     return ScoreGroup(members, statistic, against_chance=judge)
 
 
-def binned(values: NDArray, events: NDArray, index: NDArray, *, num_bins: int) -> Bins:
+def bin_events(values: NDArray, events: NDArray, index: NDArray, *, num_bins: int) -> Bins:
     """Return the non-empty bins of stated probabilities (N,) and of whether the stated event happened (N,)."""
     count = np.bincount(index, minlength=num_bins)
     is_used = count > 0
@@ -307,17 +307,17 @@ def binned(values: NDArray, events: NDArray, index: NDArray, *, num_bins: int) -
     return Bins(count[is_used].astype(np.float64), stated, squares, observed)
 
 
-def judged(
+def judge_errors(
     bins: Bins, forms: list[CalibrationError], generator: np.random.Generator, level: float | None
 ) -> list[dict[str, Any]]:
     """Return floor, test and, given a level, interval of the errors of these forms: ECE, MCE and the debiased error."""
-    gaps = drawn_gaps(*bins, generator=generator)
+    gaps = draw_gaps(*bins, generator=generator)
     if level is None:
-        return [floor_of(gaps, form) for form in forms]
+        return [noise_floor(gaps, form) for form in forms]
     return [
-        against_chance(gaps, form, level=level)
+        judge_error(gaps, form, level=level)
         if form.is_inverted
-        else {**floor_of(gaps, form), "interval": largest_gap(*bins, level=level)}
+        else {**noise_floor(gaps, form), "interval": largest_gap(*bins, level=level)}
         for form in forms
     ]
 
@@ -387,8 +387,8 @@ def _published(confidence: NDArray, is_right: NDArray) -> ScoreGroup:
         return np.divide(gap, used, out=np.full(len(gap), np.nan), where=used > 0)[:, None]
 
     def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
-        bins = binned(confidence[is_used], is_right[is_used], index[is_used], num_bins=PUBLISHED_BINS)
-        return judged(bins, [total_form(int(is_used.sum()))], generator, level)
+        bins = bin_events(confidence[is_used], is_right[is_used], index[is_used], num_bins=PUBLISHED_BINS)
+        return judge_errors(bins, [total_form(int(is_used.sum()))], generator, level)
 
     return ScoreGroup([score], statistic, against_chance=judge)
 
@@ -439,8 +439,8 @@ def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int =
     def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
         bins = class_bins(probs, labels, num_bins=num_bins)
         if not has_several:
-            return judged(bins, [total_form(float(bins.size.sum()))], generator, level)
-        (found,) = judged(bins, [total_form(float(bins.size.sum()))], generator, None)
+            return judge_errors(bins, [total_form(float(bins.size.sum()))], generator, level)
+        (found,) = judge_errors(bins, [total_form(float(bins.size.sum()))], generator, None)
         # The labels of one example are dependent. Independent draws have the right mean but too little spread for a
         # test, and the bootstrap interval would undercover because a label's error is biased upwards.
         return [{"floor": found["floor"], "interval": None}]
@@ -522,7 +522,7 @@ def pooled_calibration(probs: NDArray, labels: NDArray | None, *, num_bins: int 
 
     def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
         drawn, form = _clustered_gaps(sums, generator), total_form(size)
-        return [floor_of(drawn, form) if level is None else against_chance(drawn, form, level=level)]
+        return [noise_floor(drawn, form) if level is None else judge_error(drawn, form, level=level)]
 
     return ScoreGroup(members, statistic, against_chance=judge)
 

@@ -88,7 +88,7 @@ def _count_classes(members: list[ScoreForm], predicted: NDArray, labels: NDArray
         precision = np.where(np.isnan(recall), np.nan, np.nan_to_num(precision))
         return np.stack([np.nanmean(values, axis=1) for values in (recall, f1, precision)], axis=1)
 
-    return ScoreGroup(members, statistic, per_class=of_every_class(shares, size))
+    return ScoreGroup(members, statistic, per_class=class_score_function(shares, size))
 
 
 def _rank_classes(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreGroup:
@@ -119,7 +119,7 @@ def _rank_classes(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> 
         none = [~is_known.any(axis=1) for is_known in known]
         return np.stack([np.where(lacks, np.nan, mean) for lacks, mean in zip(none, means, strict=True)], axis=1)
 
-    return ScoreGroup(members, statistic, cost=RANKING_COST * num_classes, per_class=of_every_class(areas, size))
+    return ScoreGroup(members, statistic, cost=RANKING_COST * num_classes, per_class=class_score_function(areas, size))
 
 
 def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
@@ -169,7 +169,9 @@ def _is_each_once(weights: NDArray) -> bool:
     return len(weights) == 1 and bool((weights == 1).all())
 
 
-def of_every_class(shares: Callable[[NDArray], list[Floats]], size: int) -> Callable[[], list[list[float | None]]]:
+def class_score_function(
+    shares: Callable[[NDArray], list[Floats]], size: int
+) -> Callable[[], list[list[float | None]]]:
     """Return a function that computes every score per class with each example counted once; None if undefined."""
 
     def values() -> list[list[float | None]]:
@@ -282,7 +284,7 @@ def _count_labels(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> 
     def statistic(weights: NDArray) -> Floats:
         return np.stack([_means(part) for part in shares(weights)], axis=1)
 
-    return ScoreGroup(members, statistic, per_class=of_every_class(shares, len(probs)))
+    return ScoreGroup(members, statistic, per_class=class_score_function(shares, len(probs)))
 
 
 def _rank_labels(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreGroup:
@@ -298,7 +300,7 @@ def _rank_labels(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> S
     def statistic(weights: NDArray) -> Floats:
         return np.stack([_means(part) for part in areas(weights)], axis=1)
 
-    return ScoreGroup(members, statistic, cost=RANKING_COST * num_labels, per_class=of_every_class(areas, size))
+    return ScoreGroup(members, statistic, cost=RANKING_COST * num_labels, per_class=class_score_function(areas, size))
 
 
 def _pooled(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreGroup:

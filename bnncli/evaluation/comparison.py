@@ -191,7 +191,7 @@ def skewed_interval(mean: float, error: float, skewness: float, size: int, reach
     return solved(reach), solved(-reach)
 
 
-def skewness_of(values: NDArray) -> float:
+def sample_skewness(values: NDArray) -> float:
     """Return the skewness of numbers (N,) that are not all equal."""
     scaled = values / np.abs(values).max()  # cubes of small numbers would underflow
     centred = scaled - scaled.mean()
@@ -519,7 +519,7 @@ def agreement(ours: Estimate, published: Estimate, tolerance: float) -> Agreemen
     Args:
         tolerance: at least 0, in the unit of the estimates: the difference that has known reasons.
     """
-    factor = factor_of(ours, published)
+    factor = error_factor(ours, published)
     allowed = tolerance + factor * math.sqrt(ours.variance + published.variance)
     return Agreement(abs(ours.value - published.value), allowed, factor)
 
@@ -529,13 +529,13 @@ def sign(estimate: Estimate, level: float = LEVEL) -> int:
 
     else 0.
     """
-    margin = factor_of(estimate, level=level) * math.sqrt(estimate.variance)
+    margin = error_factor(estimate, level=level) * math.sqrt(estimate.variance)
     if abs(estimate.value) <= margin:
         return 0
     return 1 if estimate.value > 0 else -1
 
 
-def factor_of(*estimates: Estimate, level: float = LEVEL) -> float:
+def error_factor(*estimates: Estimate, level: float = LEVEL) -> float:
     """Return the factor k of the combined standard error: 2.576 if all are exact, 9.92 for one estimate from three seeds."""
     parts = [(one.variance, quantile(one.count - 1 if one.count else math.inf, level)) for one in estimates]
     total = sum(variance for variance, _ in parts)

@@ -153,7 +153,7 @@ class Convergence:
     undefined: str | None = None
 
 
-def deciding(metrics: Mapping[str, Any]) -> Convergence:
+def deciding_numbers(metrics: Mapping[str, Any]) -> Convergence:
     """Return the recorded numbers that decide on convergence: of the parameters, or of the predictions in `judged_by`.
 
     Layers other than the last are judged by predictions: `heldout`, or `train` if there are no other labels.
@@ -179,10 +179,10 @@ def convergence(draws: NDArray, *, device: torch.device | None = None, progress:
     """
     if draws.ndim != 3:
         raise DataError(f"draws: expected shape (C, T, P), got {draws.shape}")
-    return convergence_of(_reader(draws), draws.shape, device=device, progress=progress)
+    return blockwise_convergence(_reader(draws), draws.shape, device=device, progress=progress)
 
 
-def convergence_of(
+def blockwise_convergence(
     quantities: Callable[[slice, torch.device], Tensor],
     shape: tuple[int, ...],
     *,
@@ -330,7 +330,7 @@ def held_out_convergence(
         return log_probabilities(draws, features[rows].to(where), labels[rows].to(where), layout=layout)
 
     shape = (*draws.shape[:2], features.shape[0])
-    return convergence_of(quantities, shape, device=device, progress=progress)
+    return blockwise_convergence(quantities, shape, device=device, progress=progress)
 
 
 def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout: HeadLayout) -> Tensor:
@@ -348,7 +348,7 @@ def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout
     return out
 
 
-class Labelled(Protocol):
+class LabelledExamples(Protocol):
     """Labelled examples whose label probabilities depend on theta."""
 
     @property
@@ -363,7 +363,7 @@ class Labelled(Protocol):
         """Return log p of each label under each theta (S, P), (S, M) float64."""
 
 
-def label_convergence(draws: Tensor, examples: Labelled, *, progress: Progress = SILENT) -> Convergence:
+def label_convergence(draws: Tensor, examples: LabelledExamples, *, progress: Progress = SILENT) -> Convergence:
     """Return the same as held_out_convergence for any kind of theta.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import NUM_BINS, Reliability, label_reliability, reliability
-from bnncli.evaluation.statistics import ExampleStatistics, checked_blocks
+from bnncli.evaluation.statistics import ExampleStatistics, check_blocks
 from bnncli.lazy import special
 
 MOST_POINTS = 64  # of a curve that is also shown as a table
@@ -81,7 +81,7 @@ class BinnedConfidence:
             return None
         is_used = self.count[::-1] > 0
         count, right = (np.cumsum(part[::-1])[is_used] for part in (self.count, self.right))
-        return thinned({"coverage": count / count[-1], "risk": 1 - right / count}, MOST_POINTS)
+        return thin_curve({"coverage": count / count[-1], "risk": 1 - right / count}, MOST_POINTS)
 
     def roc(self, other: BinnedConfidence) -> Curve | None:
         """Return points of curves.roc_curve, with this split as in-distribution; None if either split is empty."""
@@ -89,7 +89,7 @@ class BinnedConfidence:
             return None
         is_used = (self.count + other.count)[::-1] > 0
         inside, outside = (np.append(0, np.cumsum(part.count[::-1])[is_used]) for part in (self, other))
-        return thinned({"fpr": outside / outside[-1], "tpr": inside / inside[-1]}, MOST_POINTS)
+        return thin_curve({"fpr": outside / outside[-1], "tpr": inside / inside[-1]}, MOST_POINTS)
 
 
 def bin_confidence(
@@ -116,7 +116,7 @@ def bin_confidence(
     size, has_labels = len(edges) - 1, labels is not None and is_exclusive
     count, stated, right = np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64)
     certain, uncertain, wrong = _Ends(num_extremes, -1), _Ends(num_extremes, 1), _Ends(num_extremes, -1)
-    for rows, block in checked_blocks(probs, probs.shape[1], is_exclusive=is_exclusive):
+    for rows, block in check_blocks(probs, probs.shape[1], is_exclusive=is_exclusive):
         predicted = block.argmax(axis=1)
         confidence = np.take_along_axis(block, predicted[:, None], axis=1)[:, 0].astype(np.float64)
         index = np.searchsorted(edges[1:-1], confidence, side="left")
@@ -174,7 +174,9 @@ _DIGITS = 6
 Curve = dict[str, list[Any]]
 
 
-def reliability_of(probs: NDArray, examples: ExampleStatistics, *, num_bins: int = NUM_BINS) -> Curve | None:
+def reliability_curve_of_predictions(
+    probs: NDArray, examples: ExampleStatistics, *, num_bins: int = NUM_BINS
+) -> Curve | None:
     """Return the reliability curve, for multi-label predictions that of all decisions; None without labels or examples.
 
     Args:
@@ -224,7 +226,7 @@ def risk_coverage_curve(confidence: NDArray, is_right: NDArray) -> Curve:
     last = np.append(np.diff(confidence[order]) != 0, True)
     count = np.arange(1, len(order) + 1)[last]
     wrong = np.cumsum(~is_right[order].astype(bool))[last]
-    return thinned({"coverage": count / len(order), "risk": wrong / count})
+    return thin_curve({"coverage": count / len(order), "risk": wrong / count})
 
 
 def roc_curve(scores_in: NDArray, scores_out: NDArray, most: int | None = None) -> Curve:
@@ -234,10 +236,10 @@ def roc_curve(scores_in: NDArray, scores_out: NDArray, most: int | None = None) 
     order = np.argsort(-scores, kind="stable")
     last = np.append(np.diff(scores[order]) != 0, True)
     accepted_in, accepted_out = (np.append(0, np.cumsum(side[order])[last]) for side in (is_in, ~is_in))
-    return thinned({"fpr": accepted_out / len(scores_out), "tpr": accepted_in / len(scores_in)}, most)
+    return thin_curve({"fpr": accepted_out / len(scores_out), "tpr": accepted_in / len(scores_in)}, most)
 
 
-def thinned(curve: dict[str, NDArray], most: int | None = None) -> Curve:
+def thin_curve(curve: dict[str, NDArray], most: int | None = None) -> Curve:
     """Thin a curve to at most `most` points (MAX_POINTS by default), evenly spaced along it, keeping both ends."""
     most = MAX_POINTS if most is None else most
     points = np.stack(list(curve.values()), axis=1)
@@ -291,7 +293,7 @@ def histogram(values: NDArray, num_bins: int, *, least: float | None = None) -> 
 _WORK = 1 << 20  # kernel values at once
 
 
-def density(draws: NDArray, grid: NDArray) -> NDArray[np.float64] | None:
+def estimate_density(draws: NDArray, grid: NDArray) -> NDArray[np.float64] | None:
     """Estimate the density of draws (S,) at grid values (G,); None if all draws are equal."""
     values = np.asarray(draws, dtype=np.float64)
     low, high = np.quantile(values, [0.25, 0.75])
@@ -305,14 +307,14 @@ def density(draws: NDArray, grid: NDArray) -> NDArray[np.float64] | None:
     return np.asarray(total / (len(values) * width * np.sqrt(2 * np.pi)))
 
 
-def grid_of(parts: list[NDArray], size: int) -> NDArray[np.float64]:
+def density_grid(parts: list[NDArray], size: int) -> NDArray[np.float64]:
     """Return a grid (size,) that covers nearly all mass of the densities of several sets of draws, (S,) each."""
     ends = [(part.mean() - 3.5 * part.std(), part.mean() + 3.5 * part.std()) for part in parts]
     low, high = min(low for low, _ in ends), max(high for _, high in ends)
     return np.linspace(low, high, size)
 
 
-def apart(reference: NDArray, others: Mapping[str, NDArray]) -> NDArray[np.float64]:
+def standardised_distances(reference: NDArray, others: Mapping[str, NDArray]) -> NDArray[np.float64]:
     """Return the largest distance of a mean from the reference mean per parameter, (P,), in reference standard deviations.
 
     Args:
@@ -324,7 +326,7 @@ def apart(reference: NDArray, others: Mapping[str, NDArray]) -> NDArray[np.float
     return np.max(found, axis=0) if found else np.zeros(len(mean))
 
 
-def spread_over(sizes: NDArray, shares: tuple[float, ...]) -> list[int]:
+def quantile_indices(sizes: NDArray, shares: tuple[float, ...]) -> list[int]:
     """Return distinct parameter indices at given quantiles of the sizes (P,), where 1 is the largest."""
     order = np.argsort(sizes, kind="stable")
     places = [round(share * (len(order) - 1)) for share in shares]

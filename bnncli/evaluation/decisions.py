@@ -26,7 +26,7 @@ def covering_rank(num_scores: int, coverage: float, confidence: float | None = N
             calibration sets, k = ceil((n + 1) coverage).
     """
     if confidence is None:
-        rank = math.ceil((num_scores + 1) * exact(coverage))
+        rank = math.ceil((num_scores + 1) * exact_level(coverage))
         return rank if rank <= num_scores else None
     low, high = 1, num_scores + 1  # coverage grows with k
     while low < high:
@@ -45,7 +45,7 @@ def excluding_rank(num_scores: int, rate: float, confidence: float | None = None
             sets, k = floor((n + 1) rate).
     """
     if confidence is None:
-        return math.floor((num_scores + 1) * exact(rate)) or None
+        return math.floor((num_scores + 1) * exact_level(rate)) or None
     low, high = 0, num_scores  # the rate grows with k
     while low < high:
         middle = (low + high + 1) // 2
@@ -54,14 +54,14 @@ def excluding_rank(num_scores: int, rate: float, confidence: float | None = None
     return low or None
 
 
-def least_for_coverage(coverage: float, confidence: float | None = None) -> int:
+def min_scores_for_coverage(coverage: float, confidence: float | None = None) -> int:
     """Return the number of scores needed for a threshold of this coverage."""
-    return _least(1 - exact(coverage), confidence)
+    return _least(1 - exact_level(coverage), confidence)
 
 
-def least_for_rate(rate: float, confidence: float | None = None) -> int:
+def min_scores_for_rate(rate: float, confidence: float | None = None) -> int:
     """Return the number of scores needed for a threshold of this false-alarm rate."""
-    return _least(exact(rate), confidence)
+    return _least(exact_level(rate), confidence)
 
 
 def _least(missed: Fraction, confidence: float | None) -> int:
@@ -74,7 +74,7 @@ def _least(missed: Fraction, confidence: float | None) -> int:
     return least
 
 
-def exact(level: float) -> Fraction:
+def exact_level(level: float) -> Fraction:
     """Return the level as the decimal number the user typed, so that rounding never shifts (n + 1) 0.1 by a rank."""
     return Fraction(repr(float(level)))
 
@@ -296,7 +296,7 @@ def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certaint
     )
 
 
-def least_accepted(risk: float, certainty: float) -> int:
+def min_accepted(risk: float, certainty: float) -> int:
     """Return the smallest number of accepted predictions, all of them right, that can show the risk."""
     return math.ceil(math.log((1 - certainty) / _NUM_SHARES) / math.log1p(-risk))
 
@@ -351,10 +351,10 @@ class ShiftRule:
         """Return the p-value of a batch's scores (m,); None if the batch is empty."""
         if len(batch) == 0:
             return None
-        return distance_p_value(largest_gap(self.scores, batch), len(self.scores), len(batch))
+        return distance_p_value(kolmogorov_smirnov_distance(self.scores, batch), len(self.scores), len(batch))
 
 
-def largest_gap(first: NDArray, second: NDArray) -> int:
+def kolmogorov_smirnov_distance(first: NDArray, second: NDArray) -> int:
     """Return the Kolmogorov-Smirnov distance of samples (n,) and (m,) times n m, an integer."""
     one, other = (np.sort(np.asarray(side, dtype=np.float64)) for side in (first, second))
     places = np.concatenate([one, other])
@@ -410,7 +410,7 @@ _SCORE = ("scheme", "seed", "penalty", "free_ranks")
 _TESTED = ("num_accepted", "num_wrong", "level", "p_value")
 
 
-def kind_of(rule: Rule) -> str:
+def rule_kind(rule: Rule) -> str:
     """Return the kind of a rule, one of KINDS."""
     return {SetRule: SETS, AcceptanceRule: RISK, OutlierRule: OOD, ShiftRule: SHIFT}[type(rule)]
 

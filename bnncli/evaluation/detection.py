@@ -24,7 +24,7 @@ _BLOCK = 2**17  # weights per block of replicates, so that their cumulative sums
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
-Statistic = Callable[["Weighted"], Floats]
+Statistic = Callable[["WeightedRanking"], Floats]
 # Score name to its values (N,), or to the reason for a missing score.
 ExampleScores = Mapping[str, NDArray | str]
 # Score name to its forms.
@@ -74,7 +74,7 @@ class Ranking:
         parts = []
         for start in range(0, len(weights_in), size):
             rows = slice(start, start + size)
-            weighted = Weighted(self, weights_in[rows], weights_out[rows])
+            weighted = WeightedRanking(self, weights_in[rows], weights_out[rows])
             parts.append(np.stack([statistic(weighted) for statistic in statistics], axis=1))
         return np.concatenate(parts)
 
@@ -110,7 +110,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedRanking:
     """A ranking under rows of weights (b, N) and (b, M), from which statistics are computed; sums in float64."""
 
     ranking: Ranking
@@ -211,7 +211,7 @@ def _average_precision(weights: NDArray, true: Floats, false: Floats) -> Floats:
     return np.einsum("bn,bn->b", weights, true / np.maximum(true + false, np.finfo(np.float64).tiny))
 
 
-def auroc(given: Weighted) -> Floats:
+def auroc(given: WeightedRanking) -> Floats:
     """Return the probability (b,) that an in-distribution example scores higher than an OOD one; ties count half."""
     # tied pairs count half
     ranking, lower = given.ranking, given.lower_out
@@ -220,14 +220,14 @@ def auroc(given: Weighted) -> Floats:
     return pairs / (given.total_in * given.total_out)
 
 
-def aupr_in(given: Weighted) -> Floats:
+def aupr_in(given: WeightedRanking) -> Floats:
     """Return the average precision (b,) with in-distribution as the positive class; tied scores share one threshold."""
     found = given.total_in[:, None] - given.below_in.take(given.ranking.inside.first, axis=1)
     false = given.total_out[:, None] - given.lower_out
     return _average_precision(given.w_in, found, false) / given.total_in
 
 
-def aupr_out(given: Weighted) -> Floats:
+def aupr_out(given: WeightedRanking) -> Floats:
     """Return the average precision (b,) with OOD as the positive class."""
     found = given.below_out.take(given.ranking.outside.end, axis=1)
     # in-distribution examples that score at most as high
@@ -235,14 +235,14 @@ def aupr_out(given: Weighted) -> Floats:
     return _average_precision(given.w_out, found, false) / given.total_out
 
 
-def fpr95_in(given: Weighted) -> Floats:
+def fpr95_in(given: WeightedRanking) -> Floats:
     """Return the share (b,) of OOD examples at or above the threshold that 95% of in-distribution examples reach."""
     threshold = given.ranking.inside.percentile(given.below_in, PERCENT_REJECTED)
     place = np.searchsorted(given.ranking.outside.scores, threshold, side="left")
     return (given.total_out - given.below_out[np.arange(len(place)), place]) / given.total_out
 
 
-def fpr95_out(given: Weighted) -> Floats:
+def fpr95_out(given: WeightedRanking) -> Floats:
     """Return the share (b,) of in-distribution examples at or below the threshold that 95% of OOD examples stay under."""
     threshold = given.ranking.outside.percentile(given.below_out, 100 - PERCENT_REJECTED)
     place = np.searchsorted(given.ranking.inside.scores, threshold, side="right")

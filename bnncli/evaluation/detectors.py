@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
-from bnncli.evaluation.scores import LAST, ScoreOption, merged
+from bnncli.evaluation.scores import LAST, ScoreOption, merge_options
 
 if TYPE_CHECKING:
     import torch
@@ -216,7 +216,7 @@ DETECTORS = {
 
 
 @cache
-def declared() -> dict[str, Detector]:
+def all_detectors() -> dict[str, Detector]:
     """Return every detector by name, in the order of tables; installed distributions may add some.
 
     Raises:
@@ -226,24 +226,24 @@ def declared() -> dict[str, Detector]:
 
 
 @cache
-def options() -> dict[str, ScoreOption]:
+def detector_options() -> dict[str, ScoreOption]:
     """Return the options that set detectors, by name, in order."""
-    return merged("detectors", {name: detector.options for name, detector in declared().items()})
+    return merge_options("detectors", {name: detector.options for name, detector in all_detectors().items()})
 
 
-def of_predictions() -> list[str]:
+def prediction_detectors() -> list[str]:
     """Return the names of the detectors of predictions."""
-    return [name for name, detector in declared().items() if detector.of_predictions is not None]
+    return [name for name, detector in all_detectors().items() if detector.of_predictions is not None]
 
 
-def of_features() -> list[str]:
+def feature_detectors() -> list[str]:
     """Return the names of the detectors of features, which are the same for all posteriors."""
-    return [name for name, detector in declared().items() if detector.of_predictions is None]
+    return [name for name, detector in all_detectors().items() if detector.of_predictions is None]
 
 
-def of_probabilities() -> list[str]:
+def probability_detectors() -> list[str]:
     """Return the names of the detectors that need class probabilities alone."""
-    return [name for name in of_predictions() if declared()[name].needs is None]
+    return [name for name in prediction_detectors() if all_detectors()[name].needs is None]
 
 
 def default_score(arrays: Iterable[Collection[str]]) -> str:
@@ -253,7 +253,7 @@ def default_score(arrays: Iterable[Collection[str]]) -> str:
         arrays: names of the arrays of each prediction file.
     """
     shared = set.intersection(*map(set, arrays)) if (arrays := list(arrays)) else set()
-    return usual_score([name for name in of_predictions() if declared()[name].needs in (None, *shared)])
+    return usual_score([name for name in prediction_detectors() if all_detectors()[name].needs in (None, *shared)])
 
 
 def usual_score(there: Collection[str | None]) -> str:
@@ -269,7 +269,7 @@ def example_scores(
     Args:
         arrays: returns an array of the prediction file by name, or None; (N, C) arrays are read in blocks of rows.
     """
-    return {name: _example_score(declared()[name], examples, arrays) for name in names}
+    return {name: _example_score(all_detectors()[name], examples, arrays) for name in names}
 
 
 def _example_score(

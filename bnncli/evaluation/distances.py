@@ -54,10 +54,10 @@ def thin(draws: Tensor, count: int = NUM_DRAWS) -> Tensor:
     """Return at most `count` draws (n, P) of draws (C, T, P), evenly spaced over and along the chains."""
     check_shapes(draws=(draws, "C T P"))
     flat = draws.flatten(0, 1)
-    return flat if len(flat) <= count else flat[thinned_places(len(flat), count).to(draws.device)]
+    return flat if len(flat) <= count else flat[thin_indices(len(flat), count).to(draws.device)]
 
 
-def thinned_places(total: int, count: int = NUM_DRAWS) -> Tensor:
+def thin_indices(total: int, count: int = NUM_DRAWS) -> Tensor:
     """Return indices (n,) int64 of at most `count` evenly spaced draws out of `total`, chains concatenated."""
     if total <= count:
         return torch.arange(total)
@@ -65,12 +65,12 @@ def thinned_places(total: int, count: int = NUM_DRAWS) -> Tensor:
     return (2 * torch.arange(count) + 1) * total // (2 * count)
 
 
-def num_compared(num_params: int) -> int:
+def num_draws_to_compare(num_params: int) -> int:
     """Return the number of draws to compare: 600, decreasing to 50 above 55,924 parameters."""
     return max(_FEWEST_DRAWS, min(NUM_DRAWS, _MOST_VALUES // num_params))
 
 
-def comparing_bytes(num_draws: int, num_params: int) -> int:
+def comparison_bytes(num_draws: int, num_params: int) -> int:
     """Return the bytes needed to compare draws (n, P) on each side, with permutations, in addition to the draws."""
     block = 8 * min(_BLOCK, num_draws * num_params)
     relabelled = 8 * 2 * num_draws * (_PAIR_COPIES * 2 * num_draws + _LABEL_COPIES * NUM_PERMUTATIONS)
@@ -116,10 +116,10 @@ def median_bandwidth(draws: Tensor) -> float:
     check_shapes(draws=(draws, "n P"))
     if draws.shape[0] < 2:
         raise DataError(f"a median distance needs at least two draws, got {draws.shape[0]}")
-    return median_of(_squared_distances(draws, draws, center=draws[0]))
+    return median_distance(_squared_distances(draws, draws, center=draws[0]))
 
 
-def median_of(squared: Tensor) -> float:
+def median_distance(squared: Tensor) -> float:
     """Return the median distance from squared distances (n, n). Raises DataError as median_bandwidth does."""
     rows, columns = torch.triu_indices(len(squared), len(squared), offset=1, device=squared.device)
     median = float(np.median(squared[rows, columns].sqrt().cpu().numpy()))
@@ -149,10 +149,10 @@ def mmd2(x: Tensor, y: Tensor, bandwidth: float) -> Mmd:
     Raises:
         DataError: as in squared_distances, or the bandwidth is not positive.
     """
-    return mmd2_of(squared_distances(x, y), bandwidth)
+    return mmd2_from_distances(squared_distances(x, y), bandwidth)
 
 
-def mmd2_of(distances: Distances, bandwidth: float) -> Mmd:
+def mmd2_from_distances(distances: Distances, bandwidth: float) -> Mmd:
     """Return both estimates of the squared MMD from the distances of the draws.
 
     Raises:
@@ -207,10 +207,12 @@ def permutation_p_value(
         DataError: as in mmd2.
     """
     distances = squared_distances(x, y)
-    return permutation_p_value_of(distances, bandwidth, generator=generator, num_permutations=num_permutations)
+    return permutation_p_value_from_distances(
+        distances, bandwidth, generator=generator, num_permutations=num_permutations
+    )
 
 
-def permutation_p_value_of(
+def permutation_p_value_from_distances(
     distances: Distances, bandwidth: float, *, generator: torch.Generator, num_permutations: int = NUM_PERMUTATIONS
 ) -> float:
     """Return the permutation p-value from the distances of the draws.
@@ -297,7 +299,7 @@ class ThinnedDraws:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Discrepancy:
     """The squared discrepancy of two posteriors.
 
     Args:
@@ -339,7 +341,7 @@ def thin_draws(draws: Tensor, num_independent: int | None, *, count: int = NUM_D
     if num_blocks < MIN_BLOCKS:
         reason = f"only about {num_blocks} segments of the chains are independent; expected at least {MIN_BLOCKS}"
         return ThinnedDraws(thinned, untested=reason)
-    places = thinned_places(num_chains * length, count)
+    places = thin_indices(num_chains * length, count)
     stretch = places // length * stretches + places % length * stretches // length
     return ThinnedDraws(thinned, stretch * num_blocks // (num_chains * stretches))
 
@@ -352,7 +354,7 @@ def compare_draws(
     *,
     generator: torch.Generator,
     num_permutations: int = NUM_PERMUTATIONS,
-) -> Compared:
+) -> Discrepancy:
     """Return the squared discrepancy of x and y, its standard error and p-value, from the distances of their draws.
 
     Raises:
@@ -360,19 +362,25 @@ def compare_draws(
     """
     untested = x.untested or y.untested
     if untested is not None:
-        return Compared(mmd2_of(distances, bandwidth).unbiased, None, None, num_permutations, None, untested)
+        return Discrepancy(
+            mmd2_from_distances(distances, bandwidth).unbiased, None, None, num_permutations, None, untested
+        )
     if x.blocks is None and y.blocks is None:
-        found = mmd2_of(distances, bandwidth)
-        p_value = permutation_p_value_of(distances, bandwidth, generator=generator, num_permutations=num_permutations)
-        return Compared(found.unbiased, found.standard_error, p_value, num_permutations, None, None)
+        found = mmd2_from_distances(distances, bandwidth)
+        p_value = permutation_p_value_from_distances(
+            distances, bandwidth, generator=generator, num_permutations=num_permutations
+        )
+        return Discrepancy(found.unbiased, found.standard_error, p_value, num_permutations, None, None)
     num_blocks = min(x.num_blocks, y.num_blocks)
     if num_blocks < MIN_BLOCKS:
         reason = f"only {num_blocks} independent draws; expected at least {MIN_BLOCKS}"
-        return Compared(mmd2_of(distances, bandwidth).unbiased, None, None, num_permutations, None, reason)
+        return Discrepancy(
+            mmd2_from_distances(distances, bandwidth).unbiased, None, None, num_permutations, None, reason
+        )
     products = _products(x, y, kernels(distances, bandwidth), num_blocks)
     value, error = _estimate(products)
     p_value = _sign_p_value(products, generator=generator, num_permutations=num_permutations)
-    return Compared(value, error, p_value, num_permutations, num_blocks, None)
+    return Discrepancy(value, error, p_value, num_permutations, num_blocks, None)
 
 
 def _stretches(num_chains: int, length: int, num_independent: int) -> int:
@@ -570,7 +578,7 @@ class WeightDraws:
         return self.draws.double().flatten(0, -2).mean(dim=0) if self.mean is None else self.mean.double()
 
 
-def num_draws_for(num_params: int) -> int:
+def num_distance_draws(num_params: int) -> int:
     """Return the number of draws to measure distances with: 1,000, decreasing to 600 for many parameters."""
     return max(NUM_DRAWS, min(MOST_DRAWS, _MOST_DRAWN_VALUES // num_params))
 
@@ -614,7 +622,7 @@ class DrawPair:
     @property
     def most_draws(self) -> int:
         """Draws per side for marginals and covariances."""
-        return num_draws_for(self.theirs.chains.shape[2])
+        return num_distance_draws(self.theirs.chains.shape[2])
 
     @cached_property
     def marginals(self) -> tuple[Tensor, Tensor]:
@@ -692,11 +700,11 @@ def _distance_rows(
 def _mmd2(pair: DrawPair) -> list[Row]:
     x, y = (thin_draws(side.chains, side.num_independent).to(pair.device) for side in pair.sides)
     distances = squared_distances(x.draws, y.draws)
-    bandwidth = median_of(distances.yy)
+    bandwidth = median_distance(distances.yy)
     shared: Row = {"n": [len(x.draws), len(y.draws)], "bandwidth": bandwidth}
     found = [
         _unbiased(x, y, distances, bandwidth, generator=pair.generator),
-        {"value": mmd2_of(distances, bandwidth).biased},
+        {"value": mmd2_from_distances(distances, bandwidth).biased},
         _published(pair, distances),
     ]
     return [shared | row for row in found]
@@ -709,7 +717,7 @@ def _published(pair: DrawPair, distances: Distances) -> Row:
     except DataError:
         reason = "half of the pairs of draws that set the bandwidth coincide, so their median distance is 0"
         return {"value": None, "n": None, "bandwidth": None, "undefined": reason}
-    return {"value": mmd2_of(distances, bandwidth).biased, "bandwidth": bandwidth}
+    return {"value": mmd2_from_distances(distances, bandwidth).biased, "bandwidth": bandwidth}
 
 
 def _unbiased(

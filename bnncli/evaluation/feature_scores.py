@@ -278,7 +278,7 @@ def fit_cost(num_examples: int, num_features: int) -> float:
 
 
 @dataclass(frozen=True)
-class Combined:
+class FittedViews:
     """The views, fitted to training features, and the reference ranks from val.
 
     Args:
@@ -304,7 +304,7 @@ class Combined:
         theta: Tensor | None = None,
         device: torch.device,
         generator: torch.Generator,
-    ) -> Combined:
+    ) -> FittedViews:
         """Fit the views to training features (N, D) with labels (N,), and the ranks to val (n, D), n >= 10.
 
         Args:
@@ -337,7 +337,7 @@ class Combined:
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], *, layout: HeadLayout | None, theta: Tensor | None, device: torch.device
-    ) -> Combined:
+    ) -> FittedViews:
         """Invert to_tensors, on the device; layout and theta as in `fit`. Raises KeyError if a tensor is missing."""
         found = {name: tensor.to(device) for name, tensor in tensors.items()}
         gaussians = None

@@ -45,7 +45,7 @@ def density_rows(inclusion: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[R
     return rows
 
 
-def used_density(used: Sequence[Tensor]) -> list[Row]:
+def prediction_density_rows(used: Sequence[Tensor]) -> list[Row]:
     """Return rows of the share of weights in the networks that predict, pooled and per layer.
 
     Args:

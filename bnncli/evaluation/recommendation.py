@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import label_reliability, reliability
-from bnncli.evaluation.comparison import holm, skewed_interval, skewness_of
-from bnncli.evaluation.statistics import THRESHOLD, examples_of, nll_per_example
+from bnncli.evaluation.comparison import holm, sample_skewness, skewed_interval
+from bnncli.evaluation.statistics import THRESHOLD, compute_example_statistics, nll_per_example
 from bnncli.lazy import special
 from bnncli.names import percent
 
@@ -84,7 +84,7 @@ def layer_gains(
     """
     gaps = {name: own - counterparts[name][1] for name, own in losses.items()}
     found = []
-    drawn = {name: Relabelled.of(own, counterparts[name][1]) for name, own in losses.items()}
+    drawn = {name: RelabelledDifferences.of(own, counterparts[name][1]) for name, own in losses.items()}
     p_values = [_two_sided(own, counterparts[name][1], drawn[name]) for name, own in losses.items()]
     for (name, gap), p in zip(gaps.items(), holm(p_values), strict=True):
         other, theirs = counterparts[name]
@@ -94,14 +94,14 @@ def layer_gains(
     return found
 
 
-def _two_sided(losses: NDArray, others: NDArray, drawn: Relabelled) -> float | None:
+def _two_sided(losses: NDArray, others: NDArray, drawn: RelabelledDifferences) -> float | None:
     sides = [worse_p_value(losses, others, drawn), worse_p_value(others, losses, drawn.opposite())]
     known = [side for side in sides if side is not None]
     return min(1.0, 2 * min(known)) if known else None
 
 
 def loss_interval(
-    losses: NDArray, others: NDArray, level: float = LEVEL, *, drawn: Relabelled | None = None
+    losses: NDArray, others: NDArray, level: float = LEVEL, *, drawn: RelabelledDifferences | None = None
 ) -> tuple[float, float] | None:
     """Return the central interval of the mean of losses (N,) minus others (N,), nats; None if they have no variance.
 
@@ -114,7 +114,7 @@ def loss_interval(
     found = mean_interval(differences, level)
     if found is None:
         return None
-    drawn = drawn or Relabelled.of(losses, others)
+    drawn = drawn or RelabelledDifferences.of(losses, others)
     above, below = np.quantile(drawn.sums, [(1 + level) / 2, (1 - level) / 2]) / len(differences)
     value = float(np.mean(differences))
     return min(found[0], value - float(above)), max(found[1], value - float(below))
@@ -131,7 +131,7 @@ def mean_interval(differences: NDArray, level: float = LEVEL) -> tuple[float, fl
         return None
     reach = float(special.stdtrit(size - 1, (1 + level) / 2))
     error = float(values.std(ddof=1)) / math.sqrt(size)
-    return skewed_interval(float(values.mean()), error, skewness_of(values), size, reach)
+    return skewed_interval(float(values.mean()), error, sample_skewness(values), size, reach)
 
 
 FALSE_ALARM = 0.05  # probability of any warning if no reference is truly better
@@ -142,7 +142,7 @@ WORSE_SHARE = 0.01  # of the reference's NLL: smaller losses are not worth a war
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredPredictive:
     """A predictive on labelled examples.
 
     Args:
@@ -203,23 +203,27 @@ class Excess:
         return {**shown, "p_adjusted": self.p_adjusted, "is_worse": self.is_worse}
 
 
-def score(name: str, probs: NDArray, labels: NDArray, *, losses: NDArray[np.float64] | None = None) -> Scored:
+def score_predictive(
+    name: str, probs: NDArray, labels: NDArray, *, losses: NDArray[np.float64] | None = None
+) -> ScoredPredictive:
     """Score class probabilities (N, C) on labels (N,), or (N, C) for multi-label predictions; N >= 1.
 
     Args:
         losses: (N,), replace the losses of probs; for example out-of-fold losses of a model fitted to these labels.
     """
     if labels.ndim == 1:
-        examples = examples_of(probs, labels)
+        examples = compute_example_statistics(probs, labels)
         bins, is_right = reliability(examples), examples.is_right
     else:
         bins, is_right = label_reliability(probs, labels), ((probs >= THRESHOLD) == (labels > 0)).mean(axis=1)
     gaps = np.nan_to_num(np.abs(bins.accuracy - bins.confidence))
     ece = float((bins.count * gaps).sum() / bins.count.sum())
-    return Scored(name, nll_per_example(probs, labels) if losses is None else losses, ece, is_right)
+    return ScoredPredictive(name, nll_per_example(probs, labels) if losses is None else losses, ece, is_right)
 
 
-def excesses(chosen: Scored, references: Sequence[Scored], *, level: float = FALSE_ALARM) -> list[Excess]:
+def compare_losses(
+    chosen: ScoredPredictive, references: Sequence[ScoredPredictive], *, level: float = FALSE_ALARM
+) -> list[Excess]:
     """Compare `chosen` with each reference on the same examples.
 
     If no reference is truly better, any `is_worse` is True with probability at most the level.
@@ -236,7 +240,7 @@ def excesses(chosen: Scored, references: Sequence[Scored], *, level: float = FAL
 
 
 @dataclass(frozen=True)
-class Relabelled:
+class RelabelledDifferences:
     """Differences of two predictives' losses under labels drawn so that neither is better.
 
     At an example's observed label, one predictive loses -log q and the other -log p; at any other label, about -log(1 -
@@ -255,7 +259,7 @@ class Relabelled:
     sums: NDArray[np.float64]
 
     @classmethod
-    def of(cls, losses: NDArray, reference: NDArray) -> Relabelled:
+    def of(cls, losses: NDArray, reference: NDArray) -> RelabelledDifferences:
         """Draw the differences between losses (N,) and the reference's, nats."""
         least = -math.log1p(-1e-12)
         own, other = (np.maximum(np.asarray(part, dtype=np.float64), least) for part in (losses, reference))
@@ -271,9 +275,9 @@ class Relabelled:
             sums[begin : begin + count] += is_seen @ (seen - unseen)
         return cls(seen, unseen, share, sums)
 
-    def opposite(self) -> Relabelled:
+    def opposite(self) -> RelabelledDifferences:
         """Return the same draws with the two predictives exchanged."""
-        return Relabelled(-self.seen, -self.unseen, self.share, -self.sums)
+        return RelabelledDifferences(-self.seen, -self.unseen, self.share, -self.sums)
 
     def p_value(self, total: float) -> float:
         """Return the probability that the sum reaches `total`: the share of draws, or Chernoff's bound if lower and none does."""
@@ -290,7 +294,7 @@ class Relabelled:
         return min(found, math.exp(min(0.0, *exponents)))  # bounds above 1 are vacuous
 
 
-def worse_p_value(losses: NDArray, reference: NDArray, relabelled: Relabelled | None = None) -> float | None:
+def worse_p_value(losses: NDArray, reference: NDArray, relabelled: RelabelledDifferences | None = None) -> float | None:
     """Test whether the mean of losses (N,) exceeds that of a reference; return a one-sided p-value, None if undefined.
 
     Args:
@@ -299,7 +303,7 @@ def worse_p_value(losses: NDArray, reference: NDArray, relabelled: Relabelled | 
     found = p_value(np.asarray(losses) - np.asarray(reference))
     if found is None or found > _LIKELY:
         return found
-    relabelled = relabelled or Relabelled.of(losses, reference)
+    relabelled = relabelled or RelabelledDifferences.of(losses, reference)
     return max(found, relabelled.p_value(float(np.sum(losses) - np.sum(reference))))
 
 
@@ -314,7 +318,7 @@ def p_value(differences: NDArray) -> float | None:
     size = len(values)
     if size < 2 or np.ptp(values) == 0:
         return 1.0 if size and not values.any() else None
-    ratio, skewness = values.mean() / values.std(ddof=1), skewness_of(values)
+    ratio, skewness = values.mean() / values.std(ddof=1), sample_skewness(values)
     corrected = ratio + skewness * ratio**2 / 3 + skewness**2 * ratio**3 / 27 + skewness / (6 * size)
     return float(special.stdtr(size - 1, -math.sqrt(size) * corrected))
 
@@ -335,7 +339,7 @@ class Predictive:
 
     posterior: str
     integrator: str
-    scored: Scored
+    scored: ScoredPredictive
     has_network: bool = False
 
     def __str__(self) -> str:
@@ -409,7 +413,7 @@ class Recommendation:
 
 def recommend(
     candidates: Sequence[Predictive],
-    baseline: Scored | None,
+    baseline: ScoredPredictive | None,
     *,
     words: str = PLAIN["temperature"],
     keep_accuracy: bool = True,
@@ -429,7 +433,7 @@ def recommend(
         return _best_of(candidates, "no other posterior is significantly better")
     losing = [one for one in candidates if keep_accuracy and loses_accuracy(one.scored, baseline)]
     kept = [one for one in candidates if not any(one is other for other in losing)]
-    gaps = excesses(baseline, [one.scored for one in candidates], level=_ONE_SIDED)
+    gaps = compare_losses(baseline, [one.scored for one in candidates], level=_ONE_SIDED)
     winners = [one for one, gap in zip(candidates, gaps, strict=True) if gap.is_worse]
     winners = [one for one in winners if any(one is other for other in kept)]
     lead = f"(by more than {percent(MARGIN, 'g')})"
@@ -458,7 +462,7 @@ def _best_of(candidates: Sequence[Predictive], why: str) -> Recommendation:
     """Return the simplest candidate that no other beats significantly by the margin."""
     for one in candidates:
         others = [other.scored for other in candidates if other is not one]
-        if not any(gap.is_worse for gap in excesses(one.scored, others, level=_ONE_SIDED)):
+        if not any(gap.is_worse for gap in compare_losses(one.scored, others, level=_ONE_SIDED)):
             return Recommendation(one, one, False, why)
     raise AssertionError("no other candidate beats the one with the lowest NLL")
 
@@ -467,7 +471,9 @@ def _nll(one: Predictive) -> float:
     return one.scored.nll
 
 
-def sentence(found: Recommendation, baseline: Scored | None, plain: str, words: str = PLAIN["temperature"]) -> str:
+def recommendation_sentence(
+    found: Recommendation, baseline: ScoredPredictive | None, plain: str, words: str = PLAIN["temperature"]
+) -> str:
     """Return the recommendation in words, with NLL, accuracy and ECE on val.
 
     Args:
@@ -492,7 +498,7 @@ def sentence(found: Recommendation, baseline: Scored | None, plain: str, words: 
 
 
 @dataclass(frozen=True)
-class Detected:
+class DetectionResult:
     """How well the default score separates val from an out-of-distribution split.
 
     Attributes:
@@ -512,7 +518,7 @@ class Detected:
         return f"{self.ood} AUROC {self.auroc:.3f}{interval}, {percent(self.caught)} detected"
 
 
-def detection_sentence(found: Sequence[Detected]) -> str:
+def detection_sentence(found: Sequence[DetectionResult]) -> str:
     """Return the detection results of the default score, in words."""
     if not found:
         return "OOD detection is unknown, because the run has no out-of-distribution split"
@@ -521,12 +527,12 @@ def detection_sentence(found: Sequence[Detected]) -> str:
     return f"OOD detection by the {score} score (the same for all posteriors), at {alarms} false alarms on val: {texts}"
 
 
-def _scores(own: Scored) -> str:
+def _scores(own: ScoredPredictive) -> str:
     accuracy = "" if own.accuracy is None else f", accuracy {percent(own.accuracy)}"
     return f"NLL {own.nll:.4f}{accuracy}" + ("" if own.ece is None else f", ECE {percent(own.ece)}")
 
 
-def loses_accuracy(own: Scored, baseline: Scored) -> bool:
+def loses_accuracy(own: ScoredPredictive, baseline: ScoredPredictive) -> bool:
     """Return whether a predictive is significantly less accurate than the baseline, at 2.5%."""
     if own.is_right is None or baseline.is_right is None:
         return False

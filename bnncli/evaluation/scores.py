@@ -698,7 +698,7 @@ SCORES = {
 
 
 @cache
-def declared() -> dict[str, Score]:
+def all_scores() -> dict[str, Score]:
     """Return every score by name, in the order of tables; installed distributions may add some.
 
     Raises:
@@ -708,14 +708,14 @@ def declared() -> dict[str, Score]:
 
 
 @cache
-def options() -> dict[str, ScoreOption]:
+def score_options() -> dict[str, ScoreOption]:
     """Return the options that set scores, by name, in order."""
-    return merged("scores", {name: score.options for name, score in declared().items()})
+    return merge_options("scores", {name: score.options for name, score in all_scores().items()})
 
 
-def further_names() -> list[str]:
+def unplaced_scores() -> list[str]:
     """Return the names of the scores without a place; a metrics file that lacks one of them is out of date."""
-    return [name for name, score in declared().items() if score.place == LAST]
+    return [name for name, score in all_scores().items() if score.place == LAST]
 
 
 def split_scores(split: ScoredPredictions, names: Collection[str] | None = None) -> list[ScoreGroup]:
@@ -723,8 +723,8 @@ def split_scores(split: ScoredPredictions, names: Collection[str] | None = None)
 
     For multi-label predictions, only scores that are defined for them.
     """
-    scores = declared()
-    split = replace(split, settings={name: one.default for name, one in options().items()} | dict(split.settings))
+    scores = all_scores()
+    split = replace(split, settings={name: one.default for name, one in score_options().items()} | dict(split.settings))
     wanted = scores if names is None else {scores[name].computed_by or name for name in names}
     has_labels = split.examples.of_labels is not None
     makers = {name: score.of_labels if has_labels else score.of_split for name, score in scores.items()}
@@ -733,26 +733,26 @@ def split_scores(split: ScoredPredictions, names: Collection[str] | None = None)
 
 def detection_forms() -> dict[str, Sequence[DetectionForm]]:
     """Return the forms of every score of out-of-distribution detection, by name."""
-    return {name: score.of_two_splits() for name, score in declared().items() if score.of_two_splits is not None}
+    return {name: score.of_two_splits() for name, score in all_scores().items() if score.of_two_splits is not None}
 
 
 def other_split_rows(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> list[Row]:
     """Return the rows of the predictions of an out-of-distribution split alone."""
-    makers = [score.of_other_split for score in declared().values()]
+    makers = [score.of_other_split for score in all_scores().values()]
     return [make(examples, ood, bootstrap) for make in makers if make is not None]
 
 
 def distances() -> dict[str, Distance]:
     """Return every distance between draws, by name."""
-    return {name: score.of_draws() for name, score in declared().items() if score.of_draws is not None}
+    return {name: score.of_draws() for name, score in all_scores().items() if score.of_draws is not None}
 
 
 def fidelities() -> list[Callable[[PredictionPair], ScoreGroup]]:
     """Return the functions that compare predictions with those of a reference."""
-    return [score.of_reference for score in declared().values() if score.of_reference is not None]
+    return [score.of_reference for score in all_scores().values() if score.of_reference is not None]
 
 
-def merged(family: str, declared: Mapping[str, Mapping[str, ScoreOption]]) -> dict[str, ScoreOption]:
+def merge_options(family: str, declared: Mapping[str, Mapping[str, ScoreOption]]) -> dict[str, ScoreOption]:
     """Return every option by name, in order.
 
     Args:

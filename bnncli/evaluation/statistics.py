@@ -40,11 +40,11 @@ def check_probabilities(probs: NDArray, num_classes: int, *, is_exclusive: bool 
         DataError: wrong shape, values not finite or outside [0, 1], or, for exclusive classes, rows that do not sum to
             1 within 1e-4; the hint names the likely cause.
     """
-    for _ in checked_blocks(probs, num_classes, is_exclusive=is_exclusive):
+    for _ in check_blocks(probs, num_classes, is_exclusive=is_exclusive):
         pass
 
 
-def checked_blocks(probs: NDArray, num_classes: int, *, is_exclusive: bool = True) -> Iterator[tuple[slice, NDArray]]:
+def check_blocks(probs: NDArray, num_classes: int, *, is_exclusive: bool = True) -> Iterator[tuple[slice, NDArray]]:
     """Yield the rows and values of blocks of probs (N, C), checked as in check_probabilities."""
     if probs.ndim != 2 or probs.shape[1] != num_classes:
         raise DataError(f"probs: expected shape (N, {num_classes}), got {probs.shape}")
@@ -278,7 +278,7 @@ class ExampleStatistics:
         return len(self.confidence)
 
 
-def examples_of(
+def compute_example_statistics(
     probs: NDArray, labels: NDArray | None = None, *, num_classes: int | None = None, is_exclusive: bool = True
 ) -> ExampleStatistics:
     """Compute the statistics of probs (N, C) in one checked pass over blocks of rows.
@@ -300,7 +300,7 @@ def examples_of(
         _of_block(
             block, None if classes is None else np.asarray(classes[rows], dtype=np.int64), is_exclusive=is_exclusive
         )
-        for rows, block in checked_blocks(probs, size, is_exclusive=is_exclusive)
+        for rows, block in check_blocks(probs, size, is_exclusive=is_exclusive)
     ]
     if not found:
         nothing = None if classes is None else np.empty(0, dtype=np.int64)

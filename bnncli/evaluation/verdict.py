@@ -90,7 +90,7 @@ POINTS = ("point", "sparse")
 
 
 @dataclass(frozen=True)
-class Judged:
+class PosteriorFacts:
     """The measured facts about one posterior; None if undefined for its type.
 
     Args:
@@ -146,7 +146,7 @@ class Commands:
     """Commands to paste: predict with a posterior, sample the target of one, fit a Gaussian, tune the prior on val."""
 
     predict: Callable[[str], str]
-    sample: Callable[[Judged], str]
+    sample: Callable[[PosteriorFacts], str]
     fit: str
     tune: str
 
@@ -170,7 +170,7 @@ class Verdict:
     run: str
 
 
-def doubts(judged: Judged) -> list[str]:
+def reasons_against(judged: PosteriorFacts) -> list[str]:
     """Return the reasons why a posterior does not fit its target; empty if it is good. Only this function defines good."""
     if judged.type == "samples":
         return _doubts_of_chains(judged)
@@ -200,7 +200,7 @@ def doubts(judged: Judged) -> list[str]:
     return found
 
 
-def give_verdict(posteriors: Sequence[Judged], commands: Commands, prediction: str) -> Verdict:
+def give_verdict(posteriors: Sequence[PosteriorFacts], commands: Commands, prediction: str) -> Verdict:
     """Return the verdict on posteriors, given in order of preference among equals.
 
     Args:
@@ -230,7 +230,7 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands, prediction: s
     )
 
 
-def _doubts_of_chains(judged: Judged) -> list[str]:
+def _doubts_of_chains(judged: PosteriorFacts) -> list[str]:
     found = [] if judged.is_exact else ["it accepts every move, which biases its draws"]
     if judged.r_hat is None:
         found.append("R-hat undefined")
@@ -248,9 +248,9 @@ def _doubts_of_chains(judged: Judged) -> list[str]:
     return found
 
 
-def _choose(same_target: Sequence[Judged]) -> Judged | None:
+def _choose(same_target: Sequence[PosteriorFacts]) -> PosteriorFacts | None:
     """Return the good posterior to use: the simplest density whose ELBO matches the best one's, else chains."""
-    good = [judged for judged in same_target if not doubts(judged)]
+    good = [judged for judged in same_target if not reasons_against(judged)]
     densities = [judged for judged in good if judged.type in DENSITIES]
     if not densities:
         return max(good, key=lambda judged: judged.ess_bulk or 0.0, default=None)
@@ -263,17 +263,19 @@ def _choose(same_target: Sequence[Judged]) -> Judged | None:
     )
 
 
-def _highest_elbo(densities: Sequence[Judged]) -> Judged:
+def _highest_elbo(densities: Sequence[PosteriorFacts]) -> PosteriorFacts:
     return max(densities, key=lambda judged: -math.inf if judged.elbo is None else judged.elbo)
 
 
-def _elbo_gap(highest: Judged, other: Judged) -> float:
+def _elbo_gap(highest: PosteriorFacts, other: PosteriorFacts) -> float:
     """Return the nats by which other's ELBO is lower than noise and indifference allow; at most 0 if it is not."""
     noise = NUM_STANDARD_ERRORS * math.hypot(highest.elbo_error or 0.0, other.elbo_error or 0.0)
     return (highest.elbo or 0.0) - (other.elbo or 0.0) - max(NEGLIGIBLE_NATS, noise)
 
 
-def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Commands) -> tuple[str, str]:
+def _fit_clause(
+    same_target: Sequence[PosteriorFacts], use: PosteriorFacts | None, commands: Commands
+) -> tuple[str, str]:
     """Return a clause about the fit to the target, and the command to run next."""
     densities = [judged for judged in same_target if judged.type in DENSITIES]
     far = ""
@@ -296,25 +298,25 @@ def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Com
     return f"{use.name} {close} ({numbers})", predict
 
 
-def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -> tuple[str, str]:
+def _nothing_good(same_target: Sequence[PosteriorFacts], far: str, commands: Commands) -> tuple[str, str]:
     if not same_target:
         return f"no Gaussian, flow or draws to compare: run {commands.fit}", commands.fit
     chains = [judged for judged in same_target if judged.type == "samples"]
-    bad = [f"{judged.name} has not converged ({', '.join(doubts(judged))})" for judged in chains]
+    bad = [f"{judged.name} has not converged ({', '.join(reasons_against(judged))})" for judged in chains]
     command = commands.sample(same_target[0])
     return f"{' and '.join([far] * bool(far) + bad)}: run {command}", command
 
 
-def _weights(judged: Judged) -> str:
+def _weights(judged: PosteriorFacts) -> str:
     if judged.num_varying is not None:
-        return doubts(judged)[0]
+        return reasons_against(judged)[0]
     if judged.log_weight_sd is None:
         return "importance weights undefined"
     shown = "" if judged.pareto_k is None else f", Pareto k {judged.pareto_k:.2f}"
     return f"log-weight sd {judged.log_weight_sd:.2f}{shown}"
 
 
-def _chains(judged: Judged) -> str:
+def _chains(judged: PosteriorFacts) -> str:
     r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.3f}"
     return (
         f"R-hat {r_hat}"

@@ -12,7 +12,7 @@ from bnncli.data.splits import Inputs
 from bnncli.errors import DataError
 from bnncli.export.steps import Values
 from bnncli.models.head import Head as NetworkHead
-from bnncli.models.head import HeadForm, chosen_output, linear_layers
+from bnncli.models.head import HeadForm, choose_output, linear_layers
 
 _FEW = 64  # numbers: of so few nothing is won by halving them
 
@@ -45,7 +45,7 @@ class FeatureNetwork(nn.Module):
             passed, returned = self.form.run(self.model, lambda: self.model(*arguments, **given))
             weight: Any = self.head_weight
             num_rows = next(iter((*arguments, *given.values()))).shape[0]
-            output = chosen_output(returned, self.form.output).reshape(num_rows, -1)
+            output = choose_output(returned, self.form.output).reshape(num_rows, -1)
             return self.form.features(passed, output, weight, self.head_bias)  # type: ignore[arg-type]
         assert self.layer is not None
         captured: list[Tensor] = []

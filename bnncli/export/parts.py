@@ -16,7 +16,7 @@ from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.errors import UsageError
-from bnncli.evaluation.feature_scores import Combined
+from bnncli.evaluation.feature_scores import FittedViews
 from bnncli.export import steps
 from bnncli.export.steps import PortableHead, Step, Values, independent_weights, own_directions, shared_directions
 from bnncli.integrators import Integrator, Ready
@@ -320,7 +320,7 @@ def with_ood_score(found: HeadParts, score: str, layout: HeadLayout, center: Ten
     return found.also(step, {"center_weight": weights["weight"], "center_bias": weights["bias"]})
 
 
-def with_combined_score(found: HeadParts, detector: Combined) -> HeadParts:
+def with_combined_score(found: HeadParts, detector: FittedViews) -> HeadParts:
     """With the combined score of how far an input is from the training data, its sign turned."""
     layout = detector.layout
     if layout is not None and detector.theta is not None:

@@ -94,13 +94,13 @@ def build_layers(
         UsageError: when there is no such kind, or it does not take a setting.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    check_taken(kind, given)
+    check_settings(kind, given)
     load = registry.load_class("flows", kind)
     places = [{"index": index} if "index" in load.settings else {} for index in range(length)]
     return tuple(load(layout, generator, **given, **place) for place in places)
 
 
-def check_taken(kind: str, given: Iterable[str]) -> None:
+def check_settings(kind: str, given: Iterable[str]) -> None:
     """Check that layers of this kind take the settings of these names. Raises UsageError otherwise, or for an unknown kind."""
     for name in given:
         if name not in class_attribute("flows", kind, "settings"):
@@ -108,7 +108,7 @@ def check_taken(kind: str, given: Iterable[str]) -> None:
             raise UsageError(f"\0{name}\0: not supported by {kind} layers; supported by: {', '.join(takers)}")
 
 
-def resolved_settings(kind: str, layout: ParamLayout, **settings: Any) -> dict[str, Any]:
+def resolve_settings(kind: str, layout: ParamLayout, **settings: Any) -> dict[str, Any]:
     """Return the settings that all layers of this kind would have, as `settings_of` does for a built layer.
 
     Args:
@@ -117,7 +117,7 @@ def resolved_settings(kind: str, layout: ParamLayout, **settings: Any) -> dict[s
     Raises:
         UsageError: when there is no such kind, or it does not take a setting or this value.
     """
-    check_taken(kind, settings)
+    check_settings(kind, settings)
     return resolve(declaration("flows", kind, "SETTINGS") or {}, layout, **settings)
 
 
@@ -206,7 +206,7 @@ def place_buffer(index: int, generator: torch.Generator) -> Tensor:
     return torch.tensor([index], device=generator.device)
 
 
-def loaded(layer: Any, tensors: dict[str, Tensor]) -> Any:
+def load_tensors(layer: Any, tensors: dict[str, Tensor]) -> Any:
     """Load the parameters and buffers of `tensors_of` into a layer, and return it."""
     layer.load_state_dict(tensors)
     return layer

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, Recipe, loaded, tensors_of, uniform, zeros
+from bnncli.flows import ALL_DATA, Recipe, load_tensors, tensors_of, uniform, zeros
 from bnncli.parameters.layouts import ParamLayout
 
 
@@ -59,7 +59,7 @@ class Householder(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """Invert to_tensors."""
-        return loaded(cls(layout, torch.Generator()), tensors)
+        return load_tensors(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
         """Return the angle of the rotation, 0 to pi, and |center|."""

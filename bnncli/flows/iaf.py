@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, SPACES, Recipe, load_tensors, place_buffer, tensors_of
 from bnncli.flows._layers import Conditioner, bounded_log_scale, settings_in
 from bnncli.options.declaration import HIDDEN
 from bnncli.parameters.layouts import ParamLayout
@@ -87,7 +87,7 @@ class Iaf(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """Invert to_tensors."""
-        return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
+        return load_tensors(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
         """Return the norms of the shift and the log scale at z = 0, and of the network's last weights for each."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
+from bnncli.flows import PUBLISHED, SPACES, Recipe, load_tensors, tensors_of, uniform
 from bnncli.parameters.layouts import ParamLayout
 
 # Bisecting an interval of width 2 |w . u| this often leaves less than a float64 rounding error of it.
@@ -82,7 +82,7 @@ class Planar(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """Invert to_tensors."""
-        return loaded(cls(layout, torch.Generator()), tensors)
+        return load_tensors(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
         """Return w . u (slope at the bend; near 0 does nothing, near -1 folds), |u| and |w|."""

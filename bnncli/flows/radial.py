@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
+from bnncli.flows import PUBLISHED, SPACES, Recipe, load_tensors, tensors_of, uniform
 from bnncli.parameters.layouts import ParamLayout
 
 
@@ -78,7 +78,7 @@ class Radial(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """Invert to_tensors."""
-        return loaded(cls(layout, torch.Generator()), tensors)
+        return load_tensors(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
         """Return alpha, beta and |x0|: beta near 0 does nothing, beta near -alpha contracts to a point."""

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, SPACES, Recipe, load_tensors, place_buffer, tensors_of
 from bnncli.flows._layers import Conditioner, bounded_log_scale, half_sizes, join_halves, settings_in, split_halves
 from bnncli.options.declaration import HIDDEN
 from bnncli.parameters.layouts import ParamLayout
@@ -67,7 +67,7 @@ class Realnvp(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """Invert to_tensors."""
-        return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
+        return load_tensors(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
         """Return the norms of the network's last weights for shift and log scale, and of their values where z_kept = 0."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, SPACES, Recipe, load_tensors, place_buffer, tensors_of
 from bnncli.flows._layers import Conditioner, half_sizes, join_halves, settings_in, split_halves
 from bnncli.numerics.running_sum import running_sum
 from bnncli.options.declaration import HIDDEN
@@ -77,7 +77,7 @@ class Spline(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """Invert to_tensors."""
-        return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
+        return load_tensors(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
         """Return the smallest and largest slope at a knot and the largest move of a knot, all where z_kept = 0."""

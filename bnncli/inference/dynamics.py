@@ -47,7 +47,7 @@ class MemoryDraws:
         return torch.stack(self._kept, dim=1).cpu()
 
 
-class SomeDraws:
+class DrawSubset:
     """A subset of each chain's draws in memory.
 
     Args:
@@ -248,7 +248,7 @@ class StepFactors(NamedTuple):
     sine: float | Tensor
 
 
-def num_gradients_of(length: float, step_size: float, *, dynamics: str, most: int = MAX_STEPS) -> int:
+def num_trajectory_gradients(length: float, step_size: float, *, dynamics: str, most: int = MAX_STEPS) -> int:
     """Return the number of gradients for a trajectory of this length at steps of at most step_size each.
 
     The number is a whole number of steps of `parts`.
@@ -257,7 +257,7 @@ def num_gradients_of(length: float, step_size: float, *, dynamics: str, most: in
     return min(most, count + (dynamics == "split" and count > 3 and count % 2))
 
 
-def parts(num_steps: int, step_size: float, *, dynamics: str) -> list[StepFactors]:
+def trajectory_stages(num_steps: int, step_size: float, *, dynamics: str) -> list[StepFactors]:
     """Return the stages of a trajectory with num_steps gradients, step_size each.
 
     The reversed list with exchanged kicks is the way back. split: two-stage steps, or one three-stage step for three
@@ -302,7 +302,7 @@ def trajectory(
     (z - pivot, momentum) between them. leapfrog: half a kick by the gradient of the potential, a straight move, half a
     kick.
     """
-    for factors in parts(num_steps, step_size, dynamics=dynamics):
+    for factors in trajectory_stages(num_steps, step_size, dynamics=dynamics):
         state, momentum = integrate(potential, state, momentum, factors, is_split=dynamics == "split")
     return state, momentum
 
@@ -370,7 +370,7 @@ def transition(
     momentum = standard_normal(num_chains, dim, generator, state.z.device)
     unit = torch.rand(num_chains + 1, generator=generator, device=generator.device, dtype=torch.float64)
     length = TURN * (JITTER[0] + (JITTER[1] - JITTER[0]) * float(unit[0]))
-    num_steps = num_gradients_of(length, step_size, dynamics=dynamics, most=max_steps)
+    num_steps = num_trajectory_gradients(length, step_size, dynamics=dynamics, most=max_steps)
     mover = mover or PlainMover(potential, dynamics)
     proposal, new_momentum = mover(state, momentum, step_size=min(length / num_steps, step_size), num_steps=num_steps)
     if not mover.has_energy:
@@ -474,7 +474,7 @@ class GraphMover:
             self._moving = phase, StepGraph(phase.step, phase.num_done, momentum.device, warn=self.warn)
         phase, step = self._moving
         phase.write(state, momentum)
-        for factors in parts(num_steps, step_size, dynamics=self.dynamics):
+        for factors in trajectory_stages(num_steps, step_size, dynamics=self.dynamics):
             phase.set(factors)
             step()
         return phase.state, phase.momentum

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bnncli.evaluation.comparison import skewness_of
+from bnncli.evaluation.comparison import sample_skewness
 from bnncli.evaluation.verdict import LOOKS, judge_gain
 from bnncli.lazy import torch
-from bnncli.posteriors import HasNoise, made_at_once, noise_blocks
+from bnncli.posteriors import HasNoise, noise_blocks, thetas_at_once
 from bnncli.progress import SILENT, Progress, Task
 
 if TYPE_CHECKING:
@@ -111,22 +111,22 @@ def measure_gain(
         value, error = difference.value, difference.standard_error
         is_last = look == LOOKS - 1 or not (math.isfinite(value) and math.isfinite(error))
         drawn_gains = difference.log_weights.cpu().numpy()
-        skewness = skewness_of(drawn_gains) if error > 0 and math.isfinite(error) else 0.0
+        skewness = sample_skewness(drawn_gains) if error > 0 and math.isfinite(error) else 0.0
         verdict = judge_gain(value, error, len(drawn_gains), is_last=is_last, skewness=skewness)
         if verdict is not None:
             return Gain(old, new, value, error, verdict)
     raise AssertionError("the last look decides")
 
 
-def weighed_at_once(num_params: int) -> int:
+def draws_weighted_at_once(num_params: int) -> int:
     """Return how many draws of num_params parameters are weighted at once."""
-    return min(_MOST_AT_ONCE, made_at_once(num_params))
+    return min(_MOST_AT_ONCE, thetas_at_once(num_params))
 
 
 def log_weights(target: Target, posterior: HasNoise, noise: Tensor, task: Task | None = None) -> Tensor:
     """Return log p(D, theta) - log q(theta), (S,) float64, for the posterior's draws from noise (S, P); task counts draws."""
     parts = []
-    for block in noise.split(weighed_at_once(posterior.layout.num_params)):
+    for block in noise.split(draws_weighted_at_once(posterior.layout.num_params)):
         theta, log_density = posterior.from_noise(block)
         parts.append(target.log_joint(theta) - log_density)
         if task is not None:

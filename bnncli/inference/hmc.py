@@ -33,7 +33,7 @@ from bnncli.inference.dynamics import (
 from bnncli.lazy import torch
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
-from bnncli.system.workers import Team, alone, shares
+from bnncli.system.workers import Team, shares, working_alone
 from bnncli.targets.target import WholeTarget
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class SamplerSettings(NamedTuple):
         return StepSizeAdaptation.start(initial=self.first_step, target_accept=self.target_accept)
 
 
-class Walk(NamedTuple):
+class SamplerState(NamedTuple):
     """The state of the sampler: all that the next transition needs except the random generator.
 
     Args:
@@ -83,7 +83,7 @@ class Walk(NamedTuple):
     num_gradients: int | None = 0
 
     @classmethod
-    def start(cls, potential: WhitenedPotential, settings: SamplerSettings, z: Tensor) -> Walk:
+    def start(cls, potential: WhitenedPotential, settings: SamplerSettings, z: Tensor) -> SamplerState:
         """Start chains at z (C, P)."""
         smoothed = torch.full(z.shape[:1], settings.target_accept, dtype=torch.float64, device=z.device)
         return cls(potential.state(z), settings.new_adaptation(), smoothed, 0)
@@ -103,7 +103,7 @@ class Walk(NamedTuple):
         }
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], device: torch.device) -> Walk:
+    def from_tensors(cls, tensors: dict[str, Tensor], device: torch.device) -> SamplerState:
         """Invert to_tensors."""
         return cls(
             State(*(tensors[name].to(device) for name in State._fields)),
@@ -121,12 +121,12 @@ def _counted(stored: Tensor | None) -> int | None:
 
 def advance(
     potential: WhitenedPotential,
-    walk: Walk,
+    walk: SamplerState,
     settings: SamplerSettings,
     *,
     generator: torch.Generator,
     mover: Mover | None = None,
-) -> tuple[Walk, Transition]:
+) -> tuple[SamplerState, Transition]:
     """Make one transition of all chains, adapting during warm-up; mover as in `transition`."""
     if walk.num_done >= settings.num_warmup:
         step_size = walk.adaptation.final
@@ -152,7 +152,7 @@ def advance(
     if found is not None:
         adaptation = adaptation.update(found)
     made = walk.more_gradients(result.num_steps)
-    return Walk(result.state, adaptation, smoothed, walk.num_done + 1, made), result
+    return SamplerState(result.state, adaptation, smoothed, walk.num_done + 1, made), result
 
 
 MOST_GROUPS = 64
@@ -210,7 +210,7 @@ class SharedMover:
         num_params = momentum.shape[1]
         own = momentum.new_zeros(max(map(_num_chains, self._shares)), 3 * num_params + 1)
         start = 0
-        with alone():
+        with working_alone():
             for group, mover in zip(self._shares[self.team.rank], self._movers, strict=True):
                 here = State(*(part[group] for part in state))
                 end, turned = mover(here, momentum[group], step_size=step_size, num_steps=num_steps)
@@ -327,18 +327,18 @@ def sample_hmc(
     new_mover = partial(GraphMover.where_possible, potential, dynamics, warn=progress.warn)
     mover = new_mover() if workers is None else workers.mover(potential, dynamics, num_chains, new_mover)
     resume = resume or NoResume()
-    kept = KeptDraws(store or MemoryDraws())
+    kept = DrawRecorder(store or MemoryDraws())
     walk = _restored_walk(resume, kept, generator, potential)
     if walk is None:
         if go_on is None or go_on.position is None:
             z = dispersion * standard_normal(num_chains, mode.shape[0], generator, target.device)
         else:
             z = go_on.position
-        walk = Walk.start(potential, settings, z)
+        walk = SamplerState.start(potential, settings, z)
     chains = _Chains(potential, settings, mover, complete, generator, kept, walk)
     del walk  # as large as the chains, and soon outdated
     try:
-        for goal in goals(num_draws, max_draws if is_enough else num_draws):
+        for goal in draw_goals(num_draws, max_draws if is_enough else num_draws):
             if goal < kept.num_draws:
                 continue  # judged before the run was stored
             task = progress.task(f"hmc, {num_chains} chains", num_warmup + goal - chains.walk.num_done)
@@ -356,8 +356,8 @@ def sample_hmc(
 
 
 def _restored_walk(
-    resume: ResumeStore, kept: KeptDraws, generator: torch.Generator, potential: WhitenedPotential
-) -> Walk | None:
+    resume: ResumeStore, kept: DrawRecorder, generator: torch.Generator, potential: WhitenedPotential
+) -> SamplerState | None:
     """Restore the state of an unfinished run, with draws, generator and pivot; None if there is none."""
     stored = resume.restore()
     if stored is None:
@@ -367,17 +367,17 @@ def _restored_walk(
     generator.set_state(stored["generator"])
     if potential.pivot is not None:
         potential.pivot.copy_(stored["pivot"])
-    return Walk.from_tensors(stored, device)
+    return SamplerState.from_tensors(stored, device)
 
 
-def goals(num_draws: int, max_draws: int | None) -> Iterator[int]:
+def draw_goals(num_draws: int, max_draws: int | None) -> Iterator[int]:
     """Yield the numbers of draws per chain at which to judge a run: num_draws, then steps of half that, up to max_draws."""
     largest = 20 * num_draws if max_draws is None else max_draws
     yield from itertools.takewhile(lambda goal: goal < largest, itertools.count(num_draws, max(1, num_draws // 2)))
     yield largest
 
 
-class KeptDraws:
+class DrawRecorder:
     """The draws in their store, and a few numbers of each; not the states, which are many times larger."""
 
     def __init__(self, store: DrawStore) -> None:
@@ -429,8 +429,8 @@ class _Chains:
     mover: Mover | None
     complete: Completion | None
     generator: torch.Generator
-    kept: KeptDraws
-    walk: Walk
+    kept: DrawRecorder
+    walk: SamplerState
 
     def advance(self) -> None:
         """Make one transition; after warm-up, keep one more draw of every chain."""

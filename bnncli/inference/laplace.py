@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from bnncli.covariances import Covariance, num_varying, varying_places
 from bnncli.covariances._row_space import WithinRows
 from bnncli.errors import NumericError
-from bnncli.inference.mode import LocalCovariance, Mode, covariance_at, mode_of
+from bnncli.inference.mode import LocalCovariance, Mode, covariance_at, find_suitable_mode
 from bnncli.lazy import torch
 from bnncli.names import with_article
 from bnncli.parameters.layouts import HeadLayout
@@ -91,7 +91,7 @@ def fit_gaussian(
     mode = None
     theta = start.to(target.device).double()
     if center == "mode":
-        mode = mode_of(target, theta, hessian=mode_hessian, before=before, progress=progress)
+        mode = find_suitable_mode(target, theta, hessian=mode_hessian, before=before, progress=progress)
         theta, before, hessian = mode.theta, mode.before, None
     covariance, hessian, _ = covariance_at(target, theta, structure, hessian=hessian, before=before)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
@@ -234,7 +234,7 @@ def lift_fit(fit: LaplaceFit, lift: RowLift) -> LaplaceFit:
     return replace(fit, gaussian=gaussian, mode=mode, log_joint=fit.log_joint + constant)
 
 
-def complete(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, prior: Prior) -> tuple[Tensor, Tensor]:
+def complete_draws(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, prior: Prior) -> tuple[Tensor, Tensor]:
     """Return all of theta (S, P) for draws (S, K (r + 1)) inside the span, and the log prior density of the rest, (S,).
 
     Args:

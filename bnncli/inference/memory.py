@@ -10,7 +10,7 @@ from bnncli import registry
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import ClassifierLayout, MatrixLayout, NetworkLayout, ParamLayout
 from bnncli.posteriors import draws_at_once
-from bnncli.system.devices import Speed, speed_of
+from bnncli.system.devices import Speed, estimate_speed
 from bnncli.system.memory import budget, is_large, require
 from bnncli.system.workers import team
 from bnncli.targets.target import rough_structure
@@ -52,7 +52,7 @@ def fit_seconds(
 
 def largest_full(device: torch.device | str) -> int:
     """Return the number of parameters of the largest full covariance whose factor and inverse take QUICK_SECONDS."""
-    return round((1.5 * QUICK_SECONDS * speed_of(device).factors) ** (1 / 3))
+    return round((1.5 * QUICK_SECONDS * estimate_speed(device).factors) ** (1 / 3))
 
 
 def transition_seconds(layout: MatrixLayout, *, num_examples: int, speed: Speed) -> float:
@@ -230,7 +230,7 @@ def whitening_structure(
     closest = structures()[0]
     if whole is not None or structure == closest or sampling_bytes(closest, layout, num_chains=num_chains) > budget:
         return structure
-    speed = speed_of(device)
+    speed = estimate_speed(device)
     drawing = num_draws * num_chains * transition_seconds(layout, num_examples=num_examples, speed=speed)
     making = fit_seconds(closest, layout, num_examples=num_examples, speed=speed)
     return closest if making <= _WHITENING_SHARE * drawing else structure
@@ -289,7 +289,7 @@ def require_refinement(
     require(needed, device, what=f"refining a {structure} Gaussian with {layout.num_params} parameters", hint=hint)
 
 
-def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
+def draw_prediction_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
     """Return the bytes to predict with draws of theta.
 
     float32: the stored draws, the chosen ones if not all are used, and matrices of these with the biases. Generated
@@ -304,7 +304,7 @@ def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
     return num_params * (4 * (num_stored + copies * num_used) + made)
 
 
-def sampled_bytes(num_params: int, num_draws: int) -> int:
+def draw_storage_bytes(num_params: int, num_draws: int) -> int:
     """Return the bytes on disk of a sampler's draws: while sampling, and in the artifact."""
     return 2 * num_draws * (4 * num_params + 64)
 
@@ -327,7 +327,7 @@ def require_draws(
         require(4 * num_stored * num_params, "cpu", what=f"reading {what}", hint=fewer)
 
     def needed(count: int) -> int:
-        return drawn_bytes(num_params, num_used=count, num_stored=num_stored)
+        return draw_prediction_bytes(num_params, num_used=count, num_stored=num_stored)
 
     most = bisect.bisect_right(range(1, num_used), budget(device), key=needed) if option is not None else 0
     require(needed(num_used), device, what=what, hint=f"use at most {option} {most}" if most else fewer)

@@ -548,7 +548,7 @@ class _Effort:
         return covariance_at(self.target, theta, self.target.rough_structure)
 
 
-def climb(
+def climb_to_mode(
     target: UnevenTarget,
     start: Tensor,
     *,
@@ -738,7 +738,7 @@ def _decrement(target: UnevenTarget, place: Position, covariance: Covariance) ->
     return step.decrement
 
 
-def mode_of(
+def find_suitable_mode(
     target: CurvedTarget,
     start: Tensor,
     *,
@@ -757,4 +757,4 @@ def mode_of(
     asked: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
     if target.is_concave:
         return find_mode(target, start, progress=progress, **asked, **known)
-    return climb(cast(UnevenTarget, target), start, progress=progress, **asked)
+    return climb_to_mode(cast(UnevenTarget, target), start, progress=progress, **asked)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from bnncli import registry
 from bnncli.inference import elbo
-from bnncli.inference.memory import NUM_DRAWS, drawn_bytes, fit_bytes
+from bnncli.inference.memory import NUM_DRAWS, draw_prediction_bytes, fit_bytes
 from bnncli.inference.mode import CLIMBING_VECTORS
-from bnncli.inference.prior_criterion import noise_size, shared_by
+from bnncli.inference.prior_criterion import covariances_at_once, noise_size
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import MatrixLayout
 from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
-from bnncli.posteriors import draws_at_once, made_at_once
+from bnncli.posteriors import draws_at_once, thetas_at_once
 from bnncli.system.memory import LARGE_BLOCK, budget, require
 from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
 from bnncli.targets.network import NetworkTarget, pairs_at_once
@@ -40,7 +40,7 @@ def first_use_bytes(device: torch.device) -> int:
     return _FIRST_USE if device.type == "cpu" else 0
 
 
-def with_kernels(work: Growth, layout: ModuleLayout, num_examples: int, device: torch.device) -> int:
+def process_bytes(work: Growth, layout: ModuleLayout, num_examples: int, device: torch.device) -> int:
     """Return the process bytes while working on a block of examples, given what its tensors take.
 
     On a CPU, convolutions temporarily change the memory layout of their channels, and freed blocks that the C library
@@ -63,7 +63,7 @@ def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, d
     count = min(num_pairs, pairs_at_once(layout, device, dtype))
     work = replace(layout.working, fixed=max(0, layout.working.fixed - 4 * layout.num_params))
     beside = 8 * _num_frozen(layout) if dtype == torch.float64 else 0
-    return beside + with_kernels(work.times(dtype.itemsize // 4), layout, count, device)
+    return beside + process_bytes(work.times(dtype.itemsize // 4), layout, count, device)
 
 
 def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
@@ -84,7 +84,7 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
     return 4 * (each + holes) * min(count, num_examples)
 
 
-def trying_bytes(layout: ModuleLayout) -> int:
+def probing_bytes(layout: ModuleLayout) -> int:
     """Return the bytes while derivatives are probed in float64 on two examples.
 
     Includes a float64 copy of the other parameters, a Jacobian, and gradients of the largest module.
@@ -116,7 +116,7 @@ def _largest_module(layout: ModuleLayout) -> int:
     return max(place.stop - place.start for place in module_places(layout).values())
 
 
-def kept_bytes(layout: ModuleLayout, structure: str) -> int:
+def logit_cache_bytes(layout: ModuleLayout, structure: str) -> int:
     """Return float32 values per example to keep linearised logits: inputs of layers called once, else derivatives."""
     from bnncli.logits._network import is_turned
     from bnncli.parameters.module import module_places
@@ -201,19 +201,22 @@ class NetworkPlan:
         if beside + covariance > budget(device):
             return beside + covariance  # too much even before anything is measured
         layout = self.layout
-        work = [covariance, trying_bytes(layout), self._hessian_bytes(structure, device)]
+        work = [covariance, probing_bytes(layout), self._hessian_bytes(structure, device)]
         work.append(self._gradient_bytes(device, torch.float64))
         if self.is_search:
             noise = 8 * NUM_DRAWS * noise_size(layout, structure, NUM_DRAWS)
             together = (
-                8 * _TOGETHER_VECTORS * min(_MOST_TOGETHER, shared_by(layout, structure, NUM_DRAWS)) * layout.num_params
+                8
+                * _TOGETHER_VECTORS
+                * min(_MOST_TOGETHER, covariances_at_once(layout, structure, NUM_DRAWS))
+                * layout.num_params
             )
             judged = max(
                 self._gradient_bytes(device, torch.float32), prediction_bytes(layout, self.num_held, structure, device)
             )
             work.append(16 * elements + noise + together + judged)
         if self.num_held:
-            work.append(16 * elements + trying_bytes(layout))
+            work.append(16 * elements + probing_bytes(layout))
             predicted = prediction_bytes(layout, self.num_held, structure, device)
             work.append(16 * elements + predicted)
         if self.num_drawn:
@@ -229,7 +232,7 @@ class NetworkPlan:
 
     def kept_bytes(self, structure: str, device: torch.device) -> int:
         """Return the bytes held for val's linearised logits, shared by search rounds and integrators; 0 if they do not fit."""
-        needed, there = self.num_held * kept_bytes(self.layout, structure), budget(device)
+        needed, there = self.num_held * logit_cache_bytes(self.layout, structure), budget(device)
         has_room = needed <= there // _KEPT_SHARE and self._peak(structure, device, needed) <= there
         return needed if has_room else 0
 
@@ -291,7 +294,7 @@ class NetworkPlan:
 
     def _measured(self, structure: str, device: torch.device) -> int:
         """Measure the bytes of the first block of examples, extrapolated from smaller ones."""
-        from bnncli.parameters.tensor_bytes import growth
+        from bnncli.parameters.tensor_bytes import measure_growth
 
         curvature, layout = registry.load_class("network_curvature", structure), self.layout
         every = self._target(torch.zeros(1, layout.num_features).expand(self.num_examples, -1), device)
@@ -309,7 +312,7 @@ class NetworkPlan:
         work(1)  # exclude what a network allocates on its first call
         # Parts of the work may use somewhat fewer examples at once than the rest, in blocks just small enough.
         small = LARGE_BLOCK * 8 / (7 * at_once)
-        return with_kernels(growth(work, few, more, small=small), layout, at_once, device)
+        return process_bytes(measure_growth(work, few, more, small=small), layout, at_once, device)
 
     def _gradient_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Return the bytes of a block of examples' gradient."""
@@ -342,7 +345,7 @@ class NetworkDraws:
         chains = 8 * _CHAIN_VECTORS * num_chains * size
         moving = chains + gradient_bytes(self.layout, num_chains * self.num_examples, device, torch.float32)
         work = max(moving, 8 * num_chains * size) + 4 * num_chains * num_draws * size
-        return self._beside(device) + max(work, trying_bytes(self.layout))
+        return self._beside(device) + max(work, probing_bytes(self.layout))
 
     def require_sampling(self, device: torch.device, *, num_chains: int, num_draws: int) -> int:
         """Return the bytes for chains. Raises DeviceError, naming how many fit, if these do not."""
@@ -371,11 +374,11 @@ class NetworkDraws:
         layout, size = self.layout, self.layout.num_params
         step = training + gradient_bytes(layout, num_drawn * self.num_examples, device, torch.float32)
         block = gradient_bytes(layout, pairs_at_once(layout, device), device, torch.float32)
-        judging = judging_bytes(size, num_draws=num_judging) + block
-        work = [step, judging, trying_bytes(layout)]
+        judging = weighted_draw_bytes(size, num_draws=num_judging) + block
+        work = [step, judging, probing_bytes(layout)]
         if self.num_held:
             noise = min(num_predicting, draws_at_once(size))
-            work.append(size * (4 * num_predicting + 8 * noise + 8 * _MADE_VECTORS * min(noise, made_at_once(size))))
+            work.append(size * (4 * num_predicting + 8 * noise + 8 * _MADE_VECTORS * min(noise, thetas_at_once(size))))
             work.append(4 * size * num_predicting + block)
         return self._beside(device) + max(work)
 
@@ -392,10 +395,10 @@ class NetworkDraws:
         return first_use_bytes(device) + inputs + 5 * self.base_bytes // 2
 
 
-def judging_bytes(num_params: int, *, num_draws: int) -> int:
+def weighted_draw_bytes(num_params: int, *, num_draws: int) -> int:
     """Return the bytes of weighted draws (S, P), in blocks, besides a block of examples."""
     held = min(num_draws, draws_at_once(num_params))
-    return 8 * num_params * (held + _JUDGED_VECTORS * min(held, elbo.weighed_at_once(num_params)))
+    return 8 * num_params * (held + _JUDGED_VECTORS * min(held, elbo.draws_weighted_at_once(num_params)))
 
 
 _BATCH_VECTORS = 4  # per minibatch logit of each theta
@@ -404,7 +407,7 @@ _LAID_OUT = 2**26  # batches and draws of several steps prepared at once on a CP
 
 
 @dataclass(frozen=True)
-class Stepping:
+class StochasticFitPlan:
     """The memory plan of a stochastic fit.
 
     Args:
@@ -430,7 +433,7 @@ class Stepping:
         )
         is_whole = self.batch_size >= num_examples
         step = 4 * batch * (not is_whole) + self._laid_out(layout.num_params, layout.num_features, num_examples)
-        used = drawn_bytes(layout.num_params, num_used=max(self.num_predicting, 1), num_stored=self.num_kept)
+        used = draw_prediction_bytes(layout.num_params, num_used=max(self.num_predicting, 1), num_stored=self.num_kept)
         judging = fit_bytes("diag", layout, num_draws=self.num_judging)
         return (
             8 * self.num_vectors * layout.num_params + 4 * self.num_kept * layout.num_params + max(step, used, judging)
@@ -445,11 +448,13 @@ class Stepping:
         pairs = self.num_drawn * min(self.batch_size, num_examples)
         block = gradient_bytes(layout, pairs_at_once(layout, device), device, torch.float32)
         laid_out = self._laid_out(size, layout.num_features, num_examples)
-        work = [gradient_bytes(layout, pairs, device, torch.float32) + laid_out, trying_bytes(layout)]
+        work = [gradient_bytes(layout, pairs, device, torch.float32) + laid_out, probing_bytes(layout)]
         if num_held:
-            work.append(drawn_bytes(size, num_used=max(self.num_predicting, 1), num_stored=self.num_kept) + block)
+            work.append(
+                draw_prediction_bytes(size, num_used=max(self.num_predicting, 1), num_stored=self.num_kept) + block
+            )
         if self.num_judging:
-            work.append(drawn_bytes(size, num_used=self.num_judging) + block)
+            work.append(draw_prediction_bytes(size, num_used=self.num_judging) + block)
         held = 8 * self.num_vectors * size + 4 * self.num_kept * size
         return first_use_bytes(device) + inputs + held + max(work)
 

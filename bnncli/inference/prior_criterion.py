@@ -72,7 +72,7 @@ def linearised_losses(
     return examples.losses_of(drawn, num_draws=num_draws, width=width)
 
 
-def shared_by(layout: ParamLayout, structure: str, num_draws: int) -> int:
+def covariances_at_once(layout: ParamLayout, structure: str, num_draws: int) -> int:
     """Return how many covariances of a structure to judge together: 1 if this saves no work or takes much memory."""
     if _draws_theta(layout, structure, num_draws):
         return 1
@@ -113,7 +113,7 @@ _MOST_LEVERAGE = 1 - 1e-6  # with a rough structure an example may seem to be mo
 
 
 @dataclass(frozen=True)
-class LeftOut(HeldOutFeatures):
+class LeftOutExamples(HeldOutFeatures):
     """Examples of the target itself, each to be predicted by the posterior of all others.
 
     Args:
@@ -123,7 +123,7 @@ class LeftOut(HeldOutFeatures):
     scale: float
 
     @classmethod
-    def of(cls, target: LastLayerTarget, generator: torch.Generator) -> LeftOut:
+    def of(cls, target: LastLayerTarget, generator: torch.Generator) -> LeftOutExamples:
         """Choose all examples of a target, or a random subset whose losses are quick to compute."""
         count = min(target.num_examples, MOST_ROWS, int(_OPERATIONS / target.layout.num_outputs**3))
         order = torch.randperm(target.num_examples, generator=generator, device=generator.device)
@@ -133,7 +133,7 @@ class LeftOut(HeldOutFeatures):
 
 
 def left_out_losses(
-    held_out: LeftOut, target: CurvedTarget, theta: Tensor, covariance: Covariance, *, noise: Tensor
+    held_out: LeftOutExamples, target: CurvedTarget, theta: Tensor, covariance: Covariance, *, noise: Tensor
 ) -> Tensor:
     """Return the loss of each example under the Gaussian without it, (M,) float64 nats; see HeldOut.losses.
 
@@ -149,7 +149,7 @@ def left_out_losses(
     for rows in row_blocks(len(losses), columns, losses.device):
         features, labels = held_out.features[rows], held_out.labels[rows]
         moments = gaussian.logit_moments(features.double())
-        mean, without = logits_without_own(*moments, labels, likelihood, scale=held_out.scale)
+        mean, without = leave_one_out_logits(*moments, labels, likelihood, scale=held_out.scale)
         normal = shifted_normal(points, row_shifts(features, mean.shape[1]), mean)
         drawn = root_of_covariances(without).apply(normal).transpose(0, 1) + mean.T.unsqueeze(1)
         logs = likelihood.decision_logs(drawn, labels).logsumexp(dim=1)
@@ -157,7 +157,7 @@ def left_out_losses(
     return losses
 
 
-def logits_without_own(
+def leave_one_out_logits(
     mean: Tensor, covariance: Tensor, labels: Tensor, likelihood: Likelihood, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return mean (n, K) and covariance (n, K, K) of the logits of examples, each without its own label.
@@ -232,7 +232,7 @@ class Criterion:
     def losses(self, target: CurvedTarget, theta: Tensor, covariance: Covariance) -> Tensor:
         """Return the validation NLL of each example under N(theta, covariance), (M,) float64; needs validation data."""
         assert self.held_out is not None
-        if isinstance(self.held_out, LeftOut):
+        if isinstance(self.held_out, LeftOutExamples):
             return left_out_losses(self.held_out, target, theta, covariance, noise=self.noise)
         if self.lift is not None:
             covariance = self.lift.covariance(covariance, target.prior)
@@ -252,7 +252,7 @@ class Criterion:
         """Return how many covariances about one centre `together` takes, 0 for none."""
         if self.held_out is None or not self.held_out.is_linearised or self.lift is not None:
             return 0
-        return shared_by(target.layout, structure, len(self.noise))
+        return covariances_at_once(target.layout, structure, len(self.noise))
 
     def _whole(self, theta: Tensor) -> Tensor:
         """Return all of theta (P,) for a centre."""

@@ -12,7 +12,7 @@ from bnncli.errors import NumericError, UsageError
 from bnncli.evaluation.recommendation import WORSE_SHARE
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER, NUM_DRAWS
-from bnncli.inference.mode import LocalCovariance, covariance_at, mode_of, tolerance_factor
+from bnncli.inference.mode import LocalCovariance, covariance_at, find_suitable_mode, tolerance_factor
 from bnncli.inference.prior_criterion import Criterion, Lift, noise_size
 from bnncli.inference.sghmc import largest_curvature
 from bnncli.lazy import torch
@@ -66,7 +66,7 @@ def search_size(num_examples: int, *, num_params: int, num_outputs: int, device:
     return _size(num_examples, max(int(_MODE_WORK[_kind(device)] / num_params), _LEAST_BY_OUTPUT * num_outputs))
 
 
-def is_brief(num_examples: int, *, num_params: int, device: torch.device) -> bool:
+def is_short_search(num_examples: int, *, num_params: int, device: torch.device) -> bool:
     """Return whether a search with num_examples examples skips precisions far from the checkpoint's own."""
     return num_examples * num_params > _BRIEF_SHARE * _MODE_WORK[_kind(device)]
 
@@ -289,7 +289,9 @@ class Candidates:
         tolerance = _MODE_TOLERANCE if self.tolerance > 0 else _EXACT_MODE_TOLERANCE
         tolerance *= tolerance_factor(target.layout.num_params) * self.mode_slack
         polish = self.mode_slack == 1  # modes at a looser tolerance need no polishing
-        mode = mode_of(target, theta, hessian=hessian, before=self.before, tolerance=tolerance, polish=polish)
+        mode = find_suitable_mode(
+            target, theta, hessian=hessian, before=self.before, tolerance=tolerance, polish=polish
+        )
         self._keep(mode.before)
         return mode.theta, mode.log_joint, mode.hessian
 
@@ -483,18 +485,18 @@ def search(
             "tuning the prior precision on validation data needs a labelled val split",
             hint="extract one (\0hold_out\0 val=test:2000), set \0prior_precision\0, or tune with marglik",
         )
-    grid = grid_of(target, bounds, generator)
+    grid = precision_grid(target, bounds, generator)
     candidates = Candidates(
         target,
         structure,
         _compared_at(target, criterion, center),
-        criterion_of(target, structure, held_out, lift, generator, by_logits=is_large or criterion == "loo"),
+        make_criterion(target, structure, held_out, lift, generator, by_logits=is_large or criterion == "loo"),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
-        progress.task("prior precision", num_judged(grid)),
+        progress.task("prior precision", num_candidates(grid)),
         mode_slack=LARGE_SLACK if is_large else 1.0,
     )
-    fit = descend(candidates, grid, is_brief=is_large)
+    fit = search_lowest_fit(candidates, grid, is_brief=is_large)
     best = candidates.best
     if center != candidates.center:
         fit = _fit_at(candidates, best, center, progress)
@@ -522,10 +524,10 @@ def _best_plug_in(
     if candidates.center != "mode" or not candidates.target.is_concave:
         return None
     lowest = candidates.known[candidates.best].value
-    centers = candidates.by_plug_in(progress.task("prior precision of the mode", num_judged(grid)))
+    centers = candidates.by_plug_in(progress.task("prior precision of the mode", num_candidates(grid)))
     if not centers.known[centers.best].value < lowest:
         return None
-    approach(centers, grid, is_brief=is_brief)
+    judge_precisions(centers, grid, is_brief=is_brief)
     best = centers.best
     at_edge = is_at_edge(best, grid, candidates.target)
     return PlugInChoice(math.exp(best), _curve(centers), centers.known[best].theta, at_edge)
@@ -535,14 +537,14 @@ def _curve(candidates: Candidates) -> list[tuple[float, float]]:
     return [(math.exp(key), value) for key, value in sorted(candidates.values.items())]
 
 
-def grid_of(target: CurvedTarget, bounds: tuple[float, float], generator: torch.Generator) -> list[float]:
+def precision_grid(target: CurvedTarget, bounds: tuple[float, float], generator: torch.Generator) -> list[float]:
     """Return the log precisions to search first; for a prior about a mean, up to where the posterior equals that mean."""
     if target.prior.mean is not None:
         bounds = (bounds[0], max(bounds[1], _limit(target, generator)))
     return _grid(*bounds)
 
 
-def num_judged(grid: list[float]) -> int:
+def num_candidates(grid: list[float]) -> int:
     """Return how many precisions a search of a grid judges."""
     return len(grid) + 2 * _HALVINGS + 2
 
@@ -561,7 +563,7 @@ def _limit(target: CurvedTarget, generator: torch.Generator) -> float:
     return _LIMIT * largest_curvature(target.with_prior(replace(target.prior, weight_precision=1e-6)), mean, generator)
 
 
-def criterion_of(
+def make_criterion(
     target: CurvedTarget,
     structure: str,
     held_out: HeldOut | None,
@@ -597,9 +599,9 @@ def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
     return center if target.layout.num_params <= MAX_FULL_PRECONDITIONER else "checkpoint"
 
 
-def descend(candidates: SearchedPrecisions[Fit], grid: list[float], *, is_brief: bool) -> Fit:
+def search_lowest_fit(candidates: SearchedPrecisions[Fit], grid: list[float], *, is_brief: bool) -> Fit:
     """Return the exact fit at the lowest point that `approach` finds."""
-    approach(candidates, grid, is_brief=is_brief)
+    judge_precisions(candidates, grid, is_brief=is_brief)
     while True:
         best = candidates.best
         fit = candidates.fit(best)
@@ -607,7 +609,7 @@ def descend(candidates: SearchedPrecisions[Fit], grid: list[float], *, is_brief:
             return fit
 
 
-def approach(candidates: SearchedPrecisions[Any], grid: list[float], *, is_brief: bool) -> None:
+def judge_precisions(candidates: SearchedPrecisions[Any], grid: list[float], *, is_brief: bool) -> None:
     """Judge precisions: the whole grid, then successively smaller steps around its lowest point."""
     if is_brief:
         _bracket(candidates, grid)

@@ -18,13 +18,13 @@ from bnncli.inference.prior_search import (
     SAMPLED,
     TOLERANCES,
     Candidates,
-    approach,
-    criterion_of,
-    descend,
     first_near_the_best,
-    grid_of,
     is_at_edge,
-    num_judged,
+    judge_precisions,
+    make_criterion,
+    num_candidates,
+    precision_grid,
+    search_lowest_fit,
 )
 from bnncli.lazy import torch
 from bnncli.parameters.module import module_places
@@ -98,19 +98,19 @@ def search_folds(
         folds: their priors may differ only in their means.
     """
     target = folds[0].target
-    grid = grid_of(target, BOUNDS, generator)
-    criterion = criterion_of(target, structure, folds[0].held_out, None, generator, by_logits=is_large)
-    task, slack = progress.task("prior precision", num_judged(grid) * len(folds)), LARGE_SLACK if is_large else 1.0
+    grid = precision_grid(target, BOUNDS, generator)
+    criterion = make_criterion(target, structure, folds[0].held_out, None, generator, by_logits=is_large)
+    task, slack = progress.task("prior precision", num_candidates(grid) * len(folds)), LARGE_SLACK if is_large else 1.0
     parts = []
     for fold in folds:
         own = replace(criterion, held_out=fold.held_out)  # same noise for all folds
         parts.append(Candidates(fold.target, structure, "mode", own, start, TOLERANCES["val"], task, mode_slack=slack))
     candidates = _Folds(parts, [fold.num_held_out for fold in folds])
-    fits = descend(candidates, grid, is_brief=is_large)
+    fits = search_lowest_fit(candidates, grid, is_brief=is_large)
     chosen, integrator = candidates, SAMPLED
-    centers = candidates.by_plug_in(progress.task("prior precision of the mode", num_judged(grid) * len(folds)))
+    centers = candidates.by_plug_in(progress.task("prior precision of the mode", num_candidates(grid) * len(folds)))
     if centers.values[centers.best] < candidates.values[candidates.best]:
-        approach(centers, grid, is_brief=is_large)
+        judge_precisions(centers, grid, is_brief=is_large)
         losses = {SAMPLED: candidates.losses(fits), PLUG_IN: centers.plug_in_losses()}
         if first_near_the_best(losses) == PLUG_IN:
             candidates.judge(centers.best)

@@ -19,7 +19,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.system.devices import single_threaded
 from bnncli.targets.target import LogJoint, Target, value_with_gradient
-from bnncli.training.loop import Course, Save, State, num_batches, steps_at_once, train
+from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, steps_at_once, train
 from bnncli.training.optimizers import Adam
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def fit_flow(
         trained: tuple[Any, ...] = go_on.layers
         for layer, other in zip(learner.layers, trained, strict=True):
             layer.load_state_dict(other.state_dict())
-    course = Course(choice.epochs, num_batches(learner), patience=patience, round_steps=MIN_ROUND_STEPS)
+    course = LearningRateSchedule(choice.epochs, num_batches(learner), patience=patience, round_steps=MIN_ROUND_STEPS)
     with _threads_for(target, choice):
         train(learner, course, what="refine", state=state, save=save, progress=progress)
     layers = tuple(layer.to(dtype=torch.float64).requires_grad_(False) for layer in learner.layers)

@@ -16,7 +16,7 @@ from bnncli.numerics.random import on_device
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import CurvedTarget, LogJoint, Target
-from bnncli.training.loop import Course, Save, State, num_batches, train
+from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, train
 from bnncli.training.optimizers import Adam
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def largest_curvature(
         scale: G, (P,); 1 by default.
         whitening: coordinates of H, if not theta.
     """
-    product = sampled(target, generator).hessian_operator(theta)
+    product = subsample_target(target, generator).hessian_operator(theta)
     if whitening is not None:
         product = whitening.products(product)
     root = torch.ones_like(theta, dtype=torch.float64) if scale is None else scale.double().sqrt()
@@ -64,7 +64,7 @@ def curvature_passes(target: CurvedTarget) -> float:
     return 2 * ITERATIONS * rows / target.num_examples
 
 
-def sampled(target: CurvedTarget, generator: torch.Generator) -> CurvedTarget:
+def subsample_target(target: CurvedTarget, generator: torch.Generator) -> CurvedTarget:
     """Return the target, or, for a network with many examples, its estimate from a random subset."""
     if not isinstance(target, NetworkTarget) or target.num_examples <= MAX_ROWS:
         return target
@@ -183,7 +183,7 @@ def sample_sghmc(
     generator = on_device(generator, target.device)
     chains = _Chains(target, plan, start, generator, square, whitening, store or MemoryDraws())
     schedule = "cosine" if plan.is_cyclical else "constant"
-    course = Course(plan.epochs, num_batches(chains), schedule, num_cycles=plan.num_cycles)
+    course = LearningRateSchedule(plan.epochs, num_batches(chains), schedule, num_cycles=plan.num_cycles)
     what = f"sghmc, {counted(len(start), 'chain')}"
     train(chains, course, what=what, state=state, save=save, progress=progress)
     chains.look()
@@ -314,7 +314,9 @@ def preconditioner(square: Tensor) -> Tensor:
     return inverse / inverse.mean(dim=-1, keepdim=True)
 
 
-def inflation(plan: SghmcPlan, stiffness: float, num_examples: int, learning_rate: float) -> tuple[float, float]:
+def variance_inflation(
+    plan: SghmcPlan, stiffness: float, num_examples: int, learning_rate: float
+) -> tuple[float, float]:
     """Return the relative excess variance along the stiffest direction, due to step length and, at most, to minibatches.
 
     Args:
@@ -336,7 +338,7 @@ PlanAt = Callable[[float], SghmcPlan]  # maps a learning rate, the initial one o
 
 
 @dataclass(frozen=True)
-class Planned:
+class ChainPlan:
     """The plan for chains on a target.
 
     Args:
@@ -354,7 +356,7 @@ class Planned:
     passes: float
 
 
-def planned(
+def plan_chains(
     target: CurvedTarget,
     plan_at: PlanAt,
     *,
@@ -363,7 +365,7 @@ def planned(
     whitening: WhiteCoordinates | None,
     squares: torch.Generator,
     generator: torch.Generator,
-) -> Planned:
+) -> ChainPlan:
     """Plan chains on a target, at the given learning rate or at the largest that its stiffness allows.
 
     Args:
@@ -388,11 +390,11 @@ def planned(
         rate = _bearable_reach(any_rate, target.num_examples, is_whitened=whitening is not None)
         rate *= target.num_examples / stiffness
     plan = plan_at(rate)
-    excess = inflation(plan, stiffness, target.num_examples, _share(plan, plan.num_exploring) * rate)
-    return Planned(plan, square, stiffness, excess, passes)
+    excess = variance_inflation(plan, stiffness, target.num_examples, _share(plan, plan.num_exploring) * rate)
+    return ChainPlan(plan, square, stiffness, excess, passes)
 
 
-def num_apart(plan: SghmcPlan, curvature: float, num_examples: int) -> tuple[int, int]:
+def num_independent_draws(plan: SghmcPlan, curvature: float, num_examples: int) -> tuple[int, int]:
     """Return how many of a cycle's draws are nearly independent (at least one), and every how many cycles one is, if one.
 
     Two draws are nearly independent if the slowest direction retains at most a tenth of its deviation.

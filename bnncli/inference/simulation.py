@@ -8,12 +8,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bnncli.covariances.diag import Diag
-from bnncli.inference.dynamics import SomeDraws, WhiteCoordinates
+from bnncli.inference.dynamics import DrawSubset, WhiteCoordinates
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.mode import mode_of
+from bnncli.inference.mode import find_suitable_mode
 from bnncli.inference.refine import fit_flow
-from bnncli.inference.sghmc import Planned, SghmcPlan, num_apart, planned, preconditioner, sample_sghmc
+from bnncli.inference.sghmc import (
+    ChainPlan,
+    SghmcPlan,
+    num_independent_draws,
+    plan_chains,
+    preconditioner,
+    sample_sghmc,
+)
 from bnncli.latent.fit import Plan, Scaling, fit_latent
 from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.lazy import torch
@@ -287,7 +294,7 @@ class SghmcRefit:
         if plan.is_preconditioned:
             squares = [one.square for one in chosen if one.square is not None]
             square = (torch.stack(squares) * scales.square().unsqueeze(1)).repeat(num_chains, 1)
-        store = SomeDraws(_kept_places(plan, len(z), each, in_turn, generator))
+        store = DrawSubset(_kept_places(plan, len(z), each, in_turn, generator))
         drawn = sample_sghmc(many, plan, start=z, generator=generator, square=square, store=store, progress=progress)
         return many.by_target(drawn.draws)[:, :num_draws]
 
@@ -304,15 +311,15 @@ class SghmcRefit:
             modes = [one.mean for one in bases]
         else:
             zeros = torch.zeros(layout.num_params, dtype=torch.float64, device=device)
-            modes = [mode_of(one, zeros).theta for one in targets]
+            modes = [find_suitable_mode(one, zeros).theta for one in targets]
         return torch.stack(modes).unsqueeze(1).expand(-1, most, -1)
 
     def _planned(
         self, target: LastLayerTarget, start: Tensor, base: Gaussian | None, generator: torch.Generator
-    ) -> Planned:
+    ) -> ChainPlan:
         """Return the plan for one target."""
         batch_size = min(self.plan.batch_size, target.num_examples)
-        return planned(
+        return plan_chains(
             target,
             lambda rate: replace(self.plan, learning_rate=rate, batch_size=batch_size),
             places=[start] if base is None else [start, base.mean],
@@ -323,11 +330,11 @@ class SghmcRefit:
         )
 
     def _enough(
-        self, targets: Sequence[LastLayerTarget], chosen: Sequence[Planned], num_draws: int
+        self, targets: Sequence[LastLayerTarget], chosen: Sequence[ChainPlan], num_draws: int
     ) -> tuple[int, int, int]:
         """Return the number of chains, of draws per cycle, and every how many cycles one is used."""
         apart = [
-            num_apart(one.plan, self._softest(target, one), target.num_examples)
+            num_independent_draws(one.plan, self._softest(target, one), target.num_examples)
             for target, one in zip(targets, chosen, strict=True)
         ]
         in_turn = max(one for _, one in apart)
@@ -335,7 +342,7 @@ class SghmcRefit:
         num_chains = max(self.num_chains, -(-num_draws // (used * most)))
         return num_chains, -(-num_draws // (used * num_chains)), in_turn
 
-    def _softest(self, target: LastLayerTarget, chosen: Planned) -> float:
+    def _softest(self, target: LastLayerTarget, chosen: ChainPlan) -> float:
         """Return a lower bound on the curvature of -log joint under G near the mode; 0 if nothing better is known.
 
         It is 1 in the coordinates of a Gaussian with the full curvature, and the prior's precision in those of theta.
@@ -399,7 +406,7 @@ class Problem:
         """Simulate labels under each theta (M, P) and return their targets."""
         found = []
         for one in theta:
-            labels = simulated_labels(self.layout, self.features, one, generator)
+            labels = simulate_labels(self.layout, self.features, one, generator)
             if self.observed is not None:
                 labels = torch.cat([self.observed[1].to(labels), labels])
             found.append(LastLayerTarget(self._every, labels, self.layout, self.prior))
@@ -419,7 +426,7 @@ class RankedNumber:
     direction: Tensor | None = None
 
 
-def quantities(
+def ranked_quantities(
     layout: HeadLayout,
     held_out: Tensor,
     generator: torch.Generator,
@@ -452,7 +459,7 @@ def quantities(
     return found
 
 
-def ranks_of(
+def rank_quantities(
     problem: Problem,
     thetas: Tensor,
     refit: Refit,
@@ -509,7 +516,7 @@ class _Step:
         self.outer.advance(0, f"{self.name} {self.done}/{self.total or '?'}")
 
 
-def simulated_labels(layout: HeadLayout, features: Tensor, theta: Tensor, generator: torch.Generator) -> Tensor:
+def simulate_labels(layout: HeadLayout, features: Tensor, theta: Tensor, generator: torch.Generator) -> Tensor:
     """Simulate labels (N,) int64, or (N, C) uint8 for multi-label, given theta (P,) at features (N, D)."""
     likelihood: Likelihood = layout.likelihood
     logits = layout.logits(features.double(), theta.double().unsqueeze(0))[0]

@@ -26,7 +26,7 @@ from bnncli.numerics.random import on_device
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
-from bnncli.training.loop import Course, Save, State, num_batches, train
+from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, train
 from bnncli.training.optimizers import Adam
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def fit_swag(
         NumericError: the log joint is not finite.
     """
     iterates = _Iterates(target, plan, start, on_device(generator, target.device))
-    course = Course(plan.warmup + plan.epochs, num_batches(iterates), "constant")
+    course = LearningRateSchedule(plan.warmup + plan.epochs, num_batches(iterates), "constant")
     train(iterates, course, what="swag", state=state, save=save, progress=progress)
     least = LEAST_SHARE / target.prior.diagonal(target.layout, device=target.device)
     variances = iterates.squares / plan.epochs
@@ -192,7 +192,7 @@ class _Iterates(TargetLearner):
         self.num_taken = max(0, len(self.seen) - self.plan.warmup)
 
 
-def tamed(
+def halve_learning_rate(
     target: CurvedTarget,
     plan: SwagPlan,
     *,

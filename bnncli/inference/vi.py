@@ -19,7 +19,7 @@ from bnncli.parameters.module import ModuleLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
-from bnncli.training.loop import Course, Save, State, num_batches, train
+from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, train
 from bnncli.training.optimizers import Adam
 
 if TYPE_CHECKING:
@@ -237,7 +237,9 @@ def fit_vi(
         UsageError: the estimator does not support the layers.
     """
     learner = _MeanField(target, plan, start, on_device(generator, target.device))
-    course = Course(plan.epochs, num_batches(learner), patience=plan.patience, round_steps=MIN_ROUND_STEPS)
+    course = LearningRateSchedule(
+        plan.epochs, num_batches(learner), patience=plan.patience, round_steps=MIN_ROUND_STEPS
+    )
     train(learner, course, what="vi", state=state, save=save, progress=progress)
     variances = learner.log_sd.detach().double().exp().square()
     gaussian = Gaussian(learner.mean.detach().double(), Diag(variances), target.layout, target.prior)
@@ -261,7 +263,7 @@ class Shortfall:
         return self.value - 2 * self.standard_error > max(LEAST_GAIN, LEAST_GAIN_EACH * num_params)
 
 
-def shortfall(
+def estimate_shortfall(
     target: CurvedTarget, gaussian: Gaussian, *, kl_weight: float = 1.0, generator: torch.Generator
 ) -> Shortfall:
     """Estimate by how much the objective of independent Gaussians can rise, from its full gradient: g^T H^{-1} g / 2.

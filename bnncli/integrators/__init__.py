@@ -250,10 +250,10 @@ def supports(name: str, posterior: HasLayout) -> bool:
     integrator = load_integrator(name)
     likelihood = posterior.layout.likelihood
     has_capability = getattr(posterior, integrator.needs, None) is not None
-    return has_capability and does_classes(integrator, likelihood.num_classes, is_exclusive=likelihood.is_exclusive)
+    return has_capability and supports_classes(integrator, likelihood.num_classes, is_exclusive=likelihood.is_exclusive)
 
 
-def does_classes(integrator: Integrator, num_classes: int, *, is_exclusive: bool) -> bool:
+def supports_classes(integrator: Integrator, num_classes: int, *, is_exclusive: bool) -> bool:
     """Return whether the integrator supports this many classes, exclusive or not."""
     return num_classes <= integrator.max_classes if is_exclusive else integrator.takes_labels
 

@@ -66,7 +66,7 @@ def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
     return torch.stack(parts).sum(dim=0) / MEAN_DRAWS
 
 
-def drawn_theta(posterior: Any, generator: torch.Generator) -> Tensor:
+def representative_draws(posterior: Any, generator: torch.Generator) -> Tensor:
     """Return draws of a network's theta (S, P) whose mean logits represent the posterior: NETWORK_MEAN_DRAWS, or fewer of many parameters.
 
     A posterior with several centers returns these.

@@ -84,14 +84,14 @@ def scramble_ends(num_draws: int) -> tuple[int, ...]:
     return group_ends(num_draws, most=max(1, min(NUM_SCRAMBLES, num_draws // 2)))
 
 
-def num_kept_rows(num_examples: int, num_classes: int, num_groups: int) -> int:
+def num_group_mean_rows(num_examples: int, num_classes: int, num_groups: int) -> int:
     """Return R of kept_rows."""
     return min(num_examples, max(1, MOST_BYTES // (4 * num_groups * num_classes)))
 
 
-def kept_rows(num_examples: int, num_classes: int, num_groups: int) -> Tensor:
+def group_mean_rows(num_examples: int, num_classes: int, num_groups: int) -> Tensor:
     """Return the rows (R,) int64, ascending, whose group means are kept: all, or as many evenly spaced ones as fit."""
-    num_kept = num_kept_rows(num_examples, num_classes, num_groups)
+    num_kept = num_group_mean_rows(num_examples, num_classes, num_groups)
     return torch.arange(num_kept) * num_examples // max(1, num_kept)
 
 

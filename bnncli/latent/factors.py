@@ -164,7 +164,7 @@ class Factors:
         return Factors(**{name: tensor.detach().to(device) for name, tensor in self.tensors().items()})
 
 
-def rho_of(sd: Tensor) -> Tensor:
+def inverse_softplus(sd: Tensor) -> Tensor:
     """Return the rho of a standard deviation (inverse softplus)."""
     return sd + torch.log(-torch.expm1(-sd))
 

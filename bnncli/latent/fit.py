@@ -29,8 +29,8 @@ from bnncli.latent.model import (
     bias_divergence,
     bias_gradients,
     factor_gradients,
-    learnt_prior,
-    multiplier_pull,
+    learn_prior,
+    multiplier_gradients,
     weight_divergence,
 )
 from bnncli.lazy import no_grad, torch
@@ -39,9 +39,9 @@ from bnncli.parameters.layouts import NetworkLayout
 from bnncli.progress import SILENT, Progress
 from bnncli.system.workers import Team, shares
 from bnncli.targets.blocks import FeatureBlocks
-from bnncli.training.loop import Course, Save, State, num_batches, train
+from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, train
 from bnncli.training.optimizers import Adam, join_memory
-from bnncli.training.shared_out import Seat, Stored, share_out
+from bnncli.training.shared_out import Seat, StoredStates, share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -277,7 +277,7 @@ def _forward(
 
     layers = layer_moments(weight, layout)
     to_layers = [None] * layout.num_layers if gradient is None else layer_moments(gradient, layout)
-    biases = zip(*(layout.biases(part) for part in bias or bias_leaves(factors)), strict=True)
+    biases = zip(*(layout.biases(part) for part in bias or bias_moments(factors)), strict=True)
     hidden = features.expand(model.num_repeats, -1, -1)
     draws, flows = [], []
     for index, (own, (bias_mean, bias_variance)) in enumerate(zip(layers, biases, strict=True)):
@@ -299,13 +299,13 @@ def _forward(
     return _Forward(hidden, draws, flows)
 
 
-def leaves(model: LatentModel, variance: str, workspace: Workspace | None = None) -> Moments:
+def weight_moments(model: LatentModel, variance: str, workspace: Workspace | None = None) -> Moments:
     """Return the moments of the weights, detached from the graph; without multipliers both variances are merged."""
     return moments(model.factors, model.layout, variance=variance, is_merged=not model.multipliers, workspace=workspace)
 
 
 @no_grad
-def bias_leaves(factors: Factors) -> Biases:
+def bias_moments(factors: Factors) -> Biases:
     """Return the moments of the biases, detached from the graph."""
     return Biases(factors.bias_mean.detach(), factors.bias_sd.square_().add_(LEAST_VARIANCE))
 
@@ -314,12 +314,12 @@ def _differentiate_moments(
     model: LatentModel, batch: Minibatch, settings: EstimatorSettings, generator: torch.Generator, space: Workspace
 ) -> Step:
     factors = model.factors
-    weight = leaves(model, settings.variance, space)
+    weight = weight_moments(model, settings.variance, space)
     own = space.gradient if weight.switching is not None else space.gradient._replace(switching=None)
     for part in own:
         if part is not None:
             part.zero_()
-    bias = bias_leaves(factors)
+    bias = bias_moments(factors)
     for part in bias:
         part.requires_grad_()
     forward = _forward(model, batch.features, weight, generator, settings.multiplier_draws, own, bias)
@@ -327,7 +327,7 @@ def _differentiate_moments(
     loss, multipliers = -fit.sum(), None
     if model.multipliers:
         divergence = torch.stack(forward.flows).mean(dim=2).sum()
-        pulls = multiplier_pull(weight, factors, model.prior, model.layout, space)
+        pulls = multiplier_gradients(weight, factors, model.prior, model.layout, space)
         for z, (first, second) in zip(forward.draws, pulls, strict=True):
             # The part of the weights' divergence that depends on z: linear in its two moments.
             divergence = divergence + (z.mean(dim=1) * first + z.square().mean(dim=1) * second).sum()
@@ -504,7 +504,7 @@ def fit_latent(
     """
     inputs = Inputs(FeatureBlocks(features, model.device), scaling)
     learner = LatentLearner(model, inputs, labels, plan, on_device(generator, model.device))
-    course = Course(plan.epochs, num_batches(learner), schedule=plan.schedule)
+    course = LearningRateSchedule(plan.epochs, num_batches(learner), schedule=plan.schedule)
     train(learner, course, what=what, state=state, save=save, progress=progress)
     for tensor in model.multiplier_parameters():
         tensor.grad = None
@@ -634,12 +634,12 @@ class LatentLearner:
     def _end_epoch(self, seen: Tensor) -> None:
         model, plan = self.model, self.plan
         if plan.hyper_prior and self.num_epochs < plan.early_epochs:
-            self.model = model = model.with_prior(learnt_prior(model, self.expected, plan.prior_weight))
+            self.model = model = model.with_prior(learn_prior(model, self.expected, plan.prior_weight))
         factors, layout = model.factors, model.layout
         density = [part.flatten(1).mean(dim=1) for part in layout.weights(factors.inclusion)]
         self.history.add(
             log_likelihood=seen[:, 0],
-            weight_divergence=averaged_divergence(model, self.generator),
+            weight_divergence=average_divergence(model, self.generator),
             bias_divergence=bias_divergence(factors.bias_mean, factors.bias_rho, model.prior, layout),
             flow_divergence=seen[:, 1:],
             density=torch.stack(density, dim=1),
@@ -666,7 +666,7 @@ class LatentLearner:
 
 
 @no_grad
-def averaged_divergence(model: LatentModel, generator: torch.Generator, num_draws: int = 256) -> Tensor:
+def average_divergence(model: LatentModel, generator: torch.Generator, num_draws: int = 256) -> Tensor:
     """Return the weights' KL (R, L) float64, averaged over draws of the multipliers."""
     multipliers = []
     for part in model.multipliers:
@@ -732,7 +732,7 @@ def nll_of_repeats(
 GROUP_WEIGHTS = {"cpu": 2**16, "cuda": 2**22}
 
 
-def groups_of(layout: NetworkLayout, num_repeats: int, device: torch.device) -> list[slice]:
+def split_repeats(layout: NetworkLayout, num_repeats: int, device: torch.device) -> list[slice]:
     """Return the repeats of each group, split as evenly as possible."""
     count = -(-num_repeats // largest_group(layout, num_repeats, device))
     return [slice(part.start, part.stop) for part in shares(num_repeats, count)]
@@ -752,7 +752,7 @@ def fit_apart(
     what: str,
     num_steps: int,
     progress: Progress,
-    stored: Stored | None = None,
+    stored: StoredStates | None = None,
 ) -> list[dict[str, Tensor]]:
     """Fit each group of repeats on one of the workers; return all results on every worker.
 
@@ -764,7 +764,7 @@ def fit_apart(
     Raises:
         BnnError: as share_out.
     """
-    groups = groups_of(start.layout, start.num_repeats, start.device)
+    groups = split_repeats(start.layout, start.num_repeats, start.device)
 
     def work(number: int, seat: Seat) -> Mapping[str, Tensor]:
         return fit(start.of_repeats(groups[number]), groups[number].start, seat)
@@ -779,7 +779,7 @@ def fit_tensors(model: LatentModel, history: History) -> dict[str, Tensor]:
     return dict(model.tensors()) | {f"prior.{name}": part for name, part in prior.items()} | history.tensors()
 
 
-def joined(start: LatentModel, groups: Sequence[Mapping[str, Tensor]], *, has_learnt_prior: bool) -> LatentModel:
+def join_models(start: LatentModel, groups: Sequence[Mapping[str, Tensor]], *, has_learnt_prior: bool) -> LatentModel:
     """Join the groups (their fit_tensors) into the model of all repeats, on the device of their start."""
 
     def of_all(name: str) -> Tensor:
@@ -797,7 +797,7 @@ def joined(start: LatentModel, groups: Sequence[Mapping[str, Tensor]], *, has_le
     return LatentModel(start.layout, factors, prior, tuple(multipliers))
 
 
-def joined_history(groups: Sequence[Mapping[str, Tensor]]) -> History:
+def join_histories(groups: Sequence[Mapping[str, Tensor]]) -> History:
     """Join the groups' histories into that of all repeats."""
     names = [name for name in groups[0] if name.startswith("history.")]
     return History.from_tensors({name: torch.cat([one[name] for one in groups], dim=1) for name in names})

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from bnncli.latent.factors import LEAST_SD, Factors, Moments, MultiplierModel, Workspace, log_sd, moments, rho_of
+from bnncli.latent.factors import (
+    LEAST_SD,
+    Factors,
+    Moments,
+    MultiplierModel,
+    Workspace,
+    inverse_softplus,
+    log_sd,
+    moments,
+)
 from bnncli.lazy import no_grad, torch
 from bnncli.numerics.random import source_of
 from bnncli.parameters.layouts import NetworkLayout
@@ -133,7 +142,9 @@ class LatentModel:
             ).unsqueeze(0)
             for part in prior.tensors().values()
         )
-        factors = Factors(mean, rho_of(sd), torch.logit(inclusion), 0 * like, rho_of(prior.bias_sd * like))
+        factors = Factors(
+            mean, inverse_softplus(sd), torch.logit(inclusion), 0 * like, inverse_softplus(prior.bias_sd * like)
+        )
         return cls(layout, factors, prior)
 
     @property
@@ -223,7 +234,7 @@ class LatentModel:
         return replace(self, prior=prior)
 
 
-def learnt_prior(model: LatentModel, expected: SpikeAndSlab, weight: float) -> SpikeAndSlab:
+def learn_prior(model: LatentModel, expected: SpikeAndSlab, weight: float) -> SpikeAndSlab:
     """Return the prior that maximises the bound and its hyper-prior's density: each layer's inclusion and slab variance.
 
     The solution is in closed form. The hyper-prior is Beta(1, 1) on the inclusion and an inverse gamma(1, 1) on the
@@ -399,7 +410,7 @@ def _moment_gradient(blocks: Sequence[Tensor], variance: str, scratch: Sequence[
 
 
 @no_grad
-def multiplier_pull(
+def multiplier_gradients(
     weight: Moments, factors: Factors, prior: SpikeAndSlab, layout: NetworkLayout, workspace: Workspace
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the derivatives of each layer's KL by the first and the second moment of its multiplier, (R, in) both.

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from bnncli.data.transform import Transform
 
-__all__ = ["Asked", "Composed", "Published", "SavedModel", "is_kind", "open_model"]
+__all__ = ["AdaptedModel", "ModelRequest", "PublishedModel", "SavedModel", "is_kind", "open_model"]
 
 _FAMILY = "models"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModelRequest:
     """What the user specifies about a model besides its place.
 
     Attributes:
@@ -75,7 +75,7 @@ class SavedModel(Protocol):
 
 
 @runtime_checkable
-class Published(Protocol):
+class PublishedModel(Protocol):
     """A saved model whose library knows the class names of published weights."""
 
     def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
@@ -86,7 +86,7 @@ class Published(Protocol):
 
 
 @runtime_checkable
-class Composed(Protocol):
+class AdaptedModel(Protocol):
     """A saved model of a base and an adapter, whose parameters `build` merges into the base's."""
 
     def build_apart(self) -> nn.Module:
@@ -99,7 +99,7 @@ def is_kind(spec: str) -> bool:
     return bool(colon) and registry.has_name(_FAMILY, kind)
 
 
-def open_model(spec: str, asked: Asked) -> SavedModel:
+def open_model(spec: str, asked: ModelRequest) -> SavedModel:
     """Open the model that `KIND:PLACE` names, without importing torch or its library.
 
     Raises:

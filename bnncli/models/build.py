@@ -63,7 +63,7 @@ class FilledState:
         return found
 
 
-def fitted(state: Mapping[str, Tensor], expected: Collection[str]) -> FilledState:
+def fit_names(state: Mapping[str, Tensor], expected: Collection[str]) -> FilledState:
     """Map the state to the names that the network expects; unchanged if no prefix makes them fit.
 
     Args:
@@ -89,9 +89,9 @@ def fitted(state: Mapping[str, Tensor], expected: Collection[str]) -> FilledStat
     return _placed(state, near[1], ())
 
 
-def notes_on_names(state: Mapping[str, Tensor], network: nn.Module) -> list[str]:
+def describe_name_mapping(state: Mapping[str, Tensor], network: nn.Module) -> list[str]:
     """Return notes on how a state's names were mapped to those of the network that it filled."""
-    return fitted(state, network.state_dict()).notes if state else []
+    return fit_names(state, network.state_dict()).notes if state else []
 
 
 def prefixes_before(names: Iterable[str], wanted: Collection[str]) -> Counter[str]:
@@ -165,7 +165,7 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
     given = user_code.convert_arguments(factory, model_args, option=f"\0model_arg\0 for {spec}")
     arguments = {**inferred, **given}
     user_code.check_arguments(factory, arguments, option=f"\0model_arg\0 for {spec}")
-    with user_code.running(f"\0model\0: {spec!r}"):
+    with user_code.running_user_code(f"\0model\0: {spec!r}"):
         network = factory(**arguments)
     if not isinstance(network, torch.nn.Module):
         raise UsageError(f"\0model\0: {spec!r} returned {type(network).__name__}, expected a torch.nn.Module")
@@ -204,7 +204,7 @@ def _inferred(infer: Callable[[Mapping[str, Tensor]], dict[str, Any]], state: Ma
     return found
 
 
-def recognised(state: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
+def recognise_networks(state: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
     """Return the built-in networks that match these names and shapes, each with the inferred arguments.
 
     Networks are built without allocating weights.
@@ -217,7 +217,7 @@ def recognised(state: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
             continue
         with suppress(UsageError, DataError, ValueError, RuntimeError), torch.device("meta"):
             expected = module.build(**arguments).state_dict()
-            theirs = _with_counters(fitted(state, expected).state, expected)
+            theirs = _with_counters(fit_names(state, expected).state, expected)
             if {key: value.shape for key, value in theirs.items()} == {
                 key: value.shape for key, value in expected.items()
             }:
@@ -235,13 +235,13 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
         DataError: names or shapes do not fit; lists them.
     """
     expected, given = network.state_dict(), state
-    state = _with_counters(fitted(state, expected).state, expected)
+    state = _with_counters(fit_names(state, expected).state, expected)
     if not state.keys() & expected.keys() and not expected:
         raise DataError(f"the checkpoint has {len(state)} tensors, but the network {spec!r} has none")
     missing = [name for name in expected if name not in state]
     unexpected = [name for name in state if name not in expected]
     if missing or unexpected:
-        others = [name for name, _ in recognised(given) if name != spec]
+        others = [name for name, _ in recognise_networks(given) if name != spec]
         hint = f"the tensors match {others[0]}: use \0model\0 {others[0]}" if others else None
         raise DataError(
             _mismatch(spec, missing, unexpected), hint=hint or _rename(missing, unexpected, expected, state)

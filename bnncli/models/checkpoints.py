@@ -24,7 +24,7 @@ from bnncli.models.checkpoint_files import (
     sniff_zip,
     trust_hint,
 )
-from bnncli.models.sharded import Sharded, Shards, checkpoint_sha256, sharded_file, sharded_folder, shards_of
+from bnncli.models.sharded import ShardedCheckpoint, Shards, checkpoint_sha256, sharded_file, sharded_folder, shards_of
 from bnncli.names import is_averaged, listed, prefixes_of, quoted
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
@@ -47,7 +47,7 @@ _FOREIGN = {
 }
 
 
-def dequantised(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
+def dequantise(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
     """Return the state with quantised layers as float32 weights and biases, and notes for the user.
 
     Raises:
@@ -148,7 +148,7 @@ def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tenso
         return _wanted_state(saved, wanted)
     path = _usual_path(saved)
     notes = tuple(f"using the averaged weights {quoted(key)}, not the raw ones" for key in path if key in _AVERAGED)
-    state, own_notes = dequantised(_below(saved, path))
+    state, own_notes = dequantise(_below(saved, path))
     plain = _checked(state)
     return plain, ".".join(path) or None, (*(notes or _other_weights(saved, ".".join(path), plain)), *own_notes)
 
@@ -178,7 +178,7 @@ def _is_lightnings_average(saved: Any, key: str) -> bool:
     return isinstance(saved, Mapping) and key == "state_dict" and {_LIGHTNINGS_RAW, "averaging_state"} <= saved.keys()
 
 
-class StateInside(NamedTuple):
+class FoundState(NamedTuple):
     """A state in a checkpoint: its dotted key, empty at the top level; for a copy within a state, ending with its prefix."""
 
     key: str
@@ -186,21 +186,21 @@ class StateInside(NamedTuple):
     is_averaged: bool
 
 
-def states_in(saved: Any) -> list[StateInside]:
+def find_states(saved: Any) -> list[FoundState]:
     """Return all state dicts in a loaded checkpoint except those of optimizers, and averaged copies within them."""
     found = []
     for path, state in _dictionaries(saved):
         key = ".".join(path)
-        found.append(StateInside(key, len(state), is_averaged(key) or _is_lightnings_average(saved, key)))
+        found.append(FoundState(key, len(state), is_averaged(key) or _is_lightnings_average(saved, key)))
         for prefix in _averaged_copies(state):
             count = sum(name.startswith(prefix) for name in state)
-            found.append(StateInside(".".join((*path, prefix[:-1])), count, True))
+            found.append(FoundState(".".join((*path, prefix[:-1])), count, True))
     return found
 
 
 def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
     """Return the state with this name, its dotted key, and notes."""
-    states = states_in(saved)
+    states = find_states(saved)
     keys = [wanted]
     if wanted == "ema" and not any(one.key == wanted for one in states):
         averaged = [one.key for one in states if one.is_averaged]
@@ -213,11 +213,11 @@ def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | Non
             own = ".".join(path)
             prefix = key[len(own) + bool(own) :] + "."
             if key == own:
-                plain, notes = dequantised(state)
+                plain, notes = dequantise(state)
                 return _checked(plain), key or None, notes
             if key.startswith(own) and any(name.startswith(prefix) for name in state):
                 inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-                plain, notes = dequantised(inside)
+                plain, notes = dequantise(inside)
                 return _checked(plain), key, notes
     there = listed([one.key for one in states if one.key], limit=10) or "only one, at the top level"
     raise UsageError(f"\0state\0: the checkpoint has no state {quoted(wanted)}; it has {there}")
@@ -322,7 +322,7 @@ def _next_key(saved: Mapping[Any, Any]) -> str | None:
     ]  # fmt: skip
     if len(inner) == 1 and isinstance(inner[0], str):
         return inner[0]
-    states = states_in(saved)
+    states = find_states(saved)
     if len(states) == 1:
         return next(key for key in saved if f"{states[0].key}.".startswith(f"{key}."))
     hint = f"expected tensors, or a dictionary of tensors under one of {', '.join(KEYS)}"
@@ -550,7 +550,7 @@ def convert_checkpoint(
     return state
 
 
-def _distributed(sharded: Sharded, wanted: str | None, say: Callable[[str], object]) -> dict[str, Tensor]:
+def _distributed(sharded: ShardedCheckpoint, wanted: str | None, say: Callable[[str], object]) -> dict[str, Tensor]:
     """Return the tensors of a distributed checkpoint."""
     from bnncli.models.sharded import read_deepspeed, read_distributed
 

@@ -19,7 +19,7 @@ from bnncli.models.head import (
     Head,
     HeadForm,
     advise_layer,
-    chosen_output,
+    choose_output,
     forward,
     head_of,
     is_vector,
@@ -83,7 +83,7 @@ _SHARE = 2  # one part in this many of a GPU's free memory
 _FEW = 2  # examples to measure on
 
 
-class InParts:
+class FeatureComputation:
     """Computes features (n, D) and output of a batch like `read`, in parts that fit into memory.
 
     Args:
@@ -183,7 +183,7 @@ def padding_warning(split: str, effect: float | None) -> str | None:
     )
 
 
-def unpadded(
+def read_unpadded(
     read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs, lengths: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
     """Compute features (n, D) and output (n, K) of padded examples as if each were alone.
@@ -343,7 +343,7 @@ def check_repeats(model: nn.Module, read: Read, batch: Batch, features: Tensor) 
     """
     rows = _some_rows(batch, len(features))
     few = _repeated_rows(batch, rows)
-    first, second = (unpadded(read, few.inputs, few.lengths)[0] for _ in range(2))
+    first, second = (read_unpadded(read, few.inputs, few.lengths)[0] for _ in range(2))
     with torch.inference_mode():
         change = _difference(first, second)
         is_random = change > _tolerance(model, first)
@@ -352,7 +352,7 @@ def check_repeats(model: nn.Module, read: Read, batch: Batch, features: Tensor) 
         is_same = change <= _tolerance(model, first)
     if is_same and len(features) > 1:
         return
-    calls = _calls(model, partial(unpadded, read, few.inputs, few.lengths), few.inputs)
+    calls = _calls(model, partial(read_unpadded, read, few.inputs, few.lengths), few.inputs)
     if is_same:  # a single example cannot depend on the batch
         if any(_uses_batch_statistics(call) for call in calls):
             raise _batch_error("", _batch_cause(model, calls))
@@ -487,10 +487,10 @@ def _module(model: nn.Module, call: Call) -> str:
     return f"{quoted(name)} ({kind}{' in training mode' if module.training else ''})"
 
 
-__all__ = ["Extracted", "Head", "collect", "counted", "extract", "head_of", "prove_head"]
+__all__ = ["ExtractedFeatures", "Head", "collect", "extract", "head_of", "prove_head", "track_batches"]
 
 
-class Extracted(NamedTuple):
+class ExtractedFeatures(NamedTuple):
     """Features (n, D) in the storage type, labels (n,), (n, L) or None, and logits (m, K) float32 of the first rows."""
 
     features: Tensor
@@ -518,7 +518,7 @@ def extract(
     autocast: str | None = None,
     turns: slice = slice(None),
     num_checked: int = 0,
-) -> Iterator[Extracted]:
+) -> Iterator[ExtractedFeatures]:
     """Yield features, logits and labels of a split on the CPU, batch by batch in order.
 
     The first two batches also prove the head (see `prove_head`); some rows of the first are repeated (see
@@ -545,7 +545,7 @@ def extract(
     """
     model = _placed(model, torch.device(device)).eval()
     where = f"split {split.name or split.spec}"
-    read = InParts(_reader(model, head), torch.device(device))
+    read = FeatureComputation(_reader(model, head), torch.device(device))
     passes = _Passes(read, model, head, torch.device(device), autocast, where, num_checked)
     if first_row == len(split):
         return
@@ -561,12 +561,12 @@ def extract(
         stored = _store(found.features, dtype or torch.float32, where)
         kept = None if found.logits is None or num_wanted <= 0 else plain_copy(found.logits[:num_wanted])
         counts = (batch.num_truncated, found.loss, found.padding, batch.num_converted)
-        yield Extracted(stored, kept, batch.labels, *counts, InputSums.of(batch.inputs), batch.images)
+        yield ExtractedFeatures(stored, kept, batch.labels, *counts, InputSums.of(batch.inputs), batch.images)
 
 
-def counted(
-    batches: Iterable[Extracted], split: InputSplit, *, first_row: int = 0, progress: Progress = SILENT
-) -> Iterator[Extracted]:
+def track_batches(
+    batches: Iterable[ExtractedFeatures], split: InputSplit, *, first_row: int = 0, progress: Progress = SILENT
+) -> Iterator[ExtractedFeatures]:
     """Yield the batches of a split from first_row on, reporting progress."""
     task = progress.task(f"extract {split.name or split.spec}".strip(), len(split))
     if first_row:
@@ -622,7 +622,7 @@ class _Passes(NamedTuple):
 
     def _exact(self, batch: Batch, *, number: int, first_row: int, has_logits: bool) -> _Passed:
         """Process a batch in float32; the first two prove the head, the first measures the effect of padding."""
-        features, output = unpadded(self.read, batch.inputs, batch.lengths)
+        features, output = read_unpadded(self.read, batch.inputs, batch.lengths)
         _check_features(features, where=self.where, first_row=first_row)
         padding, logits = None, None
         if number == 0 and self.head is not None and min(len(features), 2) > self.num_checked:
@@ -638,12 +638,12 @@ class _Passes(NamedTuple):
     def _lowered_features(self, batch: Batch, autocast: str, *, first_row: int) -> Tensor:
         """Return features (n, D), float32, computed in lower precision."""
         with torch.autocast(self.device.type, dtype=getattr(torch, AUTOCAST[autocast])):
-            features = unpadded(self.read, batch.inputs, batch.lengths)[0].float()
+            features = read_unpadded(self.read, batch.inputs, batch.lengths)[0].float()
         _check_features(features, where=self.where, first_row=first_row)
         return features
 
 
-def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
+def collect(batches: Iterable[ExtractedFeatures], num_rows: int) -> ExtractedFeatures:
     """Concatenate all batches, allocating each array once; logits as far as there are any."""
     whole: dict[str, Tensor] = {}
     num_logits = 0
@@ -664,7 +664,7 @@ def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
         num_converted += batch.num_converted
     logits = whole["logits"][:num_logits] if num_logits else None
     counts = (num_truncated, loss, padding, num_converted)
-    return Extracted(whole["features"], logits, whole.get("labels"), *counts, inputs, images)
+    return ExtractedFeatures(whole["features"], logits, whole.get("labels"), *counts, inputs, images)
 
 
 def _placed(model: nn.Module, device: torch.device) -> nn.Module:
@@ -699,7 +699,7 @@ def _of_form(
 ) -> tuple[Tensor, Tensor]:
     passed, returned = form.run(model, call)
     with torch.inference_mode():
-        output = chosen_output(returned, form.output)
+        output = choose_output(returned, form.output)
         output = output.reshape(-1, len(weight))
         return form.features(passed, output, weight, bias), output
 

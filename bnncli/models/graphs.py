@@ -44,7 +44,7 @@ class GraphFile:
             )
 
 
-def not_a_program(expected: str, kind: str) -> DataError:
+def wrong_program_error(expected: str, kind: str) -> DataError:
     """Return the error for a file of another kind, with advice.
 
     Args:

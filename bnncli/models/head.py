@@ -14,7 +14,7 @@ from bnncli.models import Place
 from bnncli.names import listed, near_miss, quoted
 from bnncli.options.shared import IDENTITY
 from bnncli.parameters.layouts import HeadLayout
-from bnncli.system.user_code import running
+from bnncli.system.user_code import running_user_code
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -309,7 +309,7 @@ def last_linear(
     return LinearLayer(head, is_head=True)
 
 
-def no_head(model: nn.Module) -> DataError:
+def no_head_error(model: nn.Module) -> DataError:
     """Return the error for a network without a possible head."""
     linear = linear_layers(model)
     has = f"its linear layers are {listed(linear)}" if linear else "it has none"
@@ -438,7 +438,7 @@ def forward(model: nn.Module, inputs: Inputs) -> Tensor:
 def run_network(model: nn.Module, inputs: Inputs) -> Any:
     """Return the network's output for inputs (n, ...) or named inputs. Raises as `forward` does."""
     try:
-        with torch.inference_mode(), running("the network", but=(RuntimeError, IndexError)):
+        with torch.inference_mode(), running_user_code("the network", but=(RuntimeError, IndexError)):
             return model(**inputs) if isinstance(inputs, dict) else model(inputs)
     except torch.OutOfMemoryError as error:
         first = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
@@ -504,7 +504,7 @@ def outputs_of(returned: Any) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def chosen_output(returned: Any, name: str) -> Tensor:
+def choose_output(returned: Any, name: str) -> Tensor:
     """Return the output with this name. Raises UsageError if there is none."""
     outputs = outputs_of(returned)
     if name not in outputs and {*outputs} <= {""}:

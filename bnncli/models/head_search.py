@@ -17,12 +17,12 @@ from bnncli.models.head import (
     Head,
     HeadForm,
     Tap,
-    chosen_output,
+    choose_output,
     head_of,
     is_vector,
     last_linear,
     logits_of,
-    no_head,
+    no_head_error,
     outputs_of,
     plain_copy,
     run_network,
@@ -48,7 +48,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedHead:
     """Logits (n, K) = features (n, D) times weight (K, D), float64, plus bias (K,) or None.
 
     Attributes:
@@ -73,12 +73,12 @@ class Traced:
         names = layer.split("+")
         return all(any(f"{own}.".startswith(f"{name}.") for name in names) for own in self.names)
 
-    def is_made_from(self, tape: Tape, other: Traced) -> bool:
+    def is_made_from(self, tape: Tape, other: TracedHead) -> bool:
         """Return whether these are computed from another head's logits."""
         return other is not self and tape.depends(self.target, other.target)
 
 
-def trace(tape: Tape, target: Tensor) -> Traced | None:
+def trace(tape: Tape, target: Tensor) -> TracedHead | None:
     """Express a tensor with one row per example as features times weights; None if that is impossible."""
     linear = _linear(tape, target)
     if linear is None or target.numel() != tape.num_rows * len(linear[2]):
@@ -94,7 +94,7 @@ def trace(tape: Tape, target: Tensor) -> Traced | None:
         if rounds or not _agrees(form, parts, weight, bias, target):
             continue
         names = tuple(dict.fromkeys(product.name for product in [*products, *merged]))
-        return Traced(
+        return TracedHead(
             target=target,
             products=tuple(product.at for product in products),
             names=names,
@@ -300,7 +300,7 @@ class _Found(NamedTuple):
 
     head: Head
     form: HeadForm
-    traced: Traced
+    traced: TracedHead
 
 
 def find_head(
@@ -345,7 +345,7 @@ def find_head(
     if plain is None:
         if not outputs_of(returned):
             logits_of(returned)  # raises: it contains no tensor
-        raise _offering_identity(missing or _no_linear(tape, returned) or no_head(model), tape, returned, output)
+        raise _offering_identity(missing or _no_linear(tape, returned) or no_head_error(model), tape, returned, output)
     return plain.head  # the proof on all rows reports what is wrong
 
 
@@ -360,7 +360,7 @@ def _heads(tape: Tape, returned: Any, output: str | None) -> list[_Found]:
     """Return the heads of the network's outputs, in output order."""
     outputs = outputs_of(returned)
     if output is not None:
-        outputs = {output: chosen_output(returned, output)}
+        outputs = {output: choose_output(returned, output)}
     found = []
     for name, tensor in outputs.items():
         link, index = _link(tape, tensor)
@@ -381,7 +381,7 @@ def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
         DataError: no output has a vector per example, several have, or it has probabilities of unknown origin.
         UsageError: there is no such output.
     """
-    outputs = outputs_of(returned) if output is None else {output: chosen_output(returned, output)}
+    outputs = outputs_of(returned) if output is None else {output: choose_output(returned, output)}
     if not outputs:
         logits_of(returned)  # raises: it contains no tensor
     fitting = {name: one for name, one in outputs.items() if is_vector(one, tape.num_rows)}
@@ -474,7 +474,7 @@ def _no_linear(tape: Tape, returned: Any) -> DataError | None:
 
 def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError | UsageError:
     """Return the error that there are several heads, or none of the name; lists them."""
-    heads = listed_heads(found)
+    heads = list_heads(found)
     if layer is not None and not any(one.traced.is_in(layer) for one in found):
         return UsageError(
             f"\0last_layer\0: {quoted(layer)} does not produce an output of the network; these do: {heads}"
@@ -486,6 +486,6 @@ def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError
     return DataError(f"{first}the network has several heads: {heads}", code="not_the_head", hint=hint)
 
 
-def listed_heads(found: list[_Found]) -> str:
+def list_heads(found: list[_Found]) -> str:
     """List heads with their sizes and outputs."""
     return ", ".join(f"{quoted(one.head.name)} ({one.head.layout}; output {quoted(one.form.output)})" for one in found)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import safe_open
 
-from bnncli.data.sound import at_rate
-from bnncli.data.transform import Transformed
+from bnncli.data.sound import resample
+from bnncli.data.transform import TransformedInputs
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
 from bnncli.lazy import torch
 from bnncli.models.checkpoints import check_finite, load_checkpoint
-from bnncli.models.libraries import part, require
+from bnncli.models.libraries import library_attribute, require
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.system.input_files import MAX_BYTES, open_regular, read_object
@@ -73,7 +73,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _PATIENCE = 30.0  # seconds for the first answer; the library would wait forever
 
 
-def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
+def find_folder(place: str, *, option: str, allow_download: bool) -> Path:
     """Return the folder of a place; for a name on the Hugging Face Hub the local copy, downloaded if allowed.
 
     Raises:
@@ -158,7 +158,7 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
-def classified_by(architecture: str | None) -> str | None:
+def classifier_input_kind(architecture: str | None) -> str | None:
     """Return Sequence, Image or Audio from a class name; None if it is not a classifier."""
     match = _CLASSIFIER.fullmatch(architecture) if architecture is not None else None
     return match[1] if match is not None else None
@@ -171,7 +171,7 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
         DataError: the model is not a classifier but a regression, or its weights are quantised.
     """
     name, where = architecture_of(config), quoted(folder, limit=300)
-    kind = classified_by(name)
+    kind = classifier_input_kind(name)
     if kind is None:
         has = "config.json names no architecture" if name is None else f"the model is {quoted(name)}"
         expected = "expected a sequence, image or audio classifier"
@@ -269,7 +269,7 @@ class Texts:
     takes: str = "texts"
     mode: str = ""
 
-    def __call__(self, items: Sequence[Any]) -> Transformed:
+    def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return token ids and related inputs, (n, length) int64 by name, and the number of truncated texts."""
         _settle_threads()
         tokenizer = _loaded("AutoTokenizer", self.folder, self.digest)
@@ -290,7 +290,7 @@ class Texts:
         elif self.max_length is not None:
             whole = tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
             num_truncated = sum(len(one) > self.max_length for one in whole)
-        return Transformed(inputs, num_truncated, lengths=lengths)
+        return TransformedInputs(inputs, num_truncated, lengths=lengths)
 
     @property
     def pad_token_id(self) -> int | None:
@@ -314,13 +314,13 @@ class Images:
     backend: str
     takes: str = "images"
 
-    def __call__(self, items: Sequence[Any]) -> Transformed:
+    def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return pixels (n, C, H, W) float32 and related inputs by name; images are rotated upright, as in load_image."""
         from PIL import ImageOps  # slow import
 
         processor = _loaded("AutoImageProcessor", self.folder, self.digest)
         found = processor(images=[ImageOps.exif_transpose(item) for item in items], return_tensors="pt")
-        return Transformed({name: tensor.numpy() for name, tensor in found.items()})
+        return TransformedInputs({name: tensor.numpy() for name, tensor in found.items()})
 
     def to_json(self) -> dict[str, Any]:
         """Return the digest of the processor's files, and the resizing library, since libraries round differently."""
@@ -347,12 +347,12 @@ class Sounds:
     takes: str = "audio"
     mode: str = ""
 
-    def __call__(self, items: Sequence[Any]) -> Transformed:
+    def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return inputs by name: (n, T) waves or (n, T, bins) spectra, zero-padded at the end."""
         extractor = _loaded("AutoFeatureExtractor", self.folder, self.digest)
         found, num_truncated = [], 0
         for sound in items:
-            samples = at_rate(sound, self.rate)
+            samples = resample(sound, self.rate)
             if len(samples) < self.min_length:
                 what = f"got {len(samples)} samples at {self.rate:,} Hz, expected at least {self.min_length}"
                 raise DataError(f"{sound.where} is too short for the model: {what}", code="empty_clip")
@@ -361,7 +361,7 @@ class Sounds:
         num_converted = sum(sound.rate != self.rate or sound.num_channels > 1 for sound in items)
         inputs = {name: _padded([np.asarray(one[name]) for one in found]) for name in found[0]}
         lengths = tuple(next(iter(one.values())).shape[1] for one in found)
-        return Transformed(inputs, num_truncated, num_converted, lengths)
+        return TransformedInputs(inputs, num_truncated, num_converted, lengths)
 
     def to_json(self) -> dict[str, Any]:
         """Return the digest of the extractor's files, and the steps before it."""
@@ -475,7 +475,7 @@ def _loaded(auto: str, folder: str, digest: str) -> Any:
         DataError: the library cannot load it from the folder.
         Untrusted: it is code in the folder.
     """
-    maker = part(require("transformers", extra="hf"), auto, extra="hf")
+    maker = library_attribute(require("transformers", extra="hf"), auto, extra="hf")
     try:
         return maker.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's, about the contents of the files
@@ -517,7 +517,7 @@ def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tens
     """
     made_by, name = load_config(folder), architecture_of(config)
     transformers = require("transformers", extra="hf")
-    made = part(transformers, str(name), extra="hf")
+    made = library_attribute(transformers, str(name), extra="hf")
     if made is None:
         raise _unknown(folder, config, f"transformers {transformers.__version__} has no {name}")
     if state is None:
@@ -526,7 +526,7 @@ def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tens
     check_filled(
         info, what=f"the {'checkpoint' if state is not None else 'folder'} does not match {name}", folder=folder
     )
-    return settled(network)
+    return prepare_network(network)
 
 
 def load_config(folder: Path, **changes: Any) -> Any:
@@ -536,7 +536,7 @@ def load_config(folder: Path, **changes: Any) -> Any:
         DataError, Untrusted: it cannot be loaded.
     """
     transformers = require("transformers", extra="hf")
-    with told(folder):
+    with convert_library_errors(folder):
         return transformers.AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **changes
         )
@@ -548,7 +548,7 @@ def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | Non
         message = f"{quoted(folder, limit=300)} has no weights; looked for {WEIGHTS}, its index, and {PICKLED}"
         raise MissingInput(message, path=folder, hint="pass a weights file as the checkpoint")
     given = {} if state is None else {"state_dict": dict(state)}
-    with told(folder):
+    with convert_library_errors(folder):
         network, info = made.from_pretrained(
             str(folder) if state is None else None, config=config, dtype=torch.float32, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=False, use_safetensors=True, **given,
@@ -604,7 +604,7 @@ def check_filled(
         raise DataError(f"{quoted(folder, limit=300)}: {what}; {'; '.join(parts)}", code="wrong_weights", path=folder)
 
 
-def settled(network: nn.Module) -> nn.Module:
+def prepare_network(network: nn.Module) -> nn.Module:
     """Return the network in evaluation mode, float32, without gradients or caches."""
     check_finite({name: value for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)})
     config: Any = network.config
@@ -627,7 +627,7 @@ def with_padding(network: nn.Module, transform: Texts | Images | Sounds | None) 
 
 
 @contextmanager
-def told(folder: Path) -> Iterator[None]:
+def convert_library_errors(folder: Path) -> Iterator[None]:
     """Silence the library inside the block, and convert its exceptions to errors about the folder.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data.transform import Transformed
+from bnncli.data.transform import TransformedInputs
 from bnncli.errors import UsageError
 
 
@@ -39,7 +39,7 @@ def require(name: str, *, extra: str, kind: str | None = None, what: str | None 
         raise UsageError(message, code="missing_library", hint=hint) from error
 
 
-def part(library: ModuleType, name: str, *, extra: str) -> Any:
+def library_attribute(library: ModuleType, name: str, *, extra: str) -> Any:
     """Return a library's attribute, which it may import only now; None if it has none.
 
     Raises:
@@ -88,19 +88,19 @@ def _torch() -> str:
     return str(torch.__version__)
 
 
-def stacked(transform: Callable[[Any], Any], items: Sequence[Any]) -> Transformed:
+def stack_images(transform: Callable[[Any], Any], items: Sequence[Any]) -> TransformedInputs:
     """Apply a transform of single images to several and stack the results: (n, C, H, W) float32."""
-    return Transformed(np.stack([transform(item).numpy() for item in items]).astype(np.float32, copy=False))
+    return TransformedInputs(np.stack([transform(item).numpy() for item in items]).astype(np.float32, copy=False))
 
 
-def told_apart(names: Sequence[str]) -> tuple[str, ...]:
+def disambiguate_names(names: Sequence[str]) -> tuple[str, ...]:
     """Append the index to names that occur several times: a crane is a bird, and a machine."""
     counts = Counter(names)
     return tuple(name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(names))
 
 
 @contextmanager
-def building(spec: str) -> Iterator[None]:
+def convert_build_errors(spec: str) -> Iterator[None]:
     """Convert exceptions of the library inside the block to an error about the user's arguments."""
     try:
         yield

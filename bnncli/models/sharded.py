@@ -19,7 +19,7 @@ from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.options.command import pasted
 from bnncli.progress import SILENT, Progress
-from bnncli.system.input_files import open_regular, reading
+from bnncli.system.input_files import convert_read_errors, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ class Shards:
         return self.files if self.index is None else (self.index, *self.files)
 
 
-class Sharded(NamedTuple):
+class ShardedCheckpoint(NamedTuple):
     """A description of a checkpoint in several files that must be converted first, and how to do that.
 
     Attributes:
@@ -71,7 +71,7 @@ def shards_of(path: Path) -> Shards | None:
         MissingInput: some of them do not exist.
         DataError: the index is damaged, or the folder has several checkpoints.
     """
-    with reading(path):
+    with convert_read_errors(path):
         if path.is_dir():
             names = sorted(entry.name for entry in path.iterdir())
             return _shards_in(path, names)
@@ -96,7 +96,7 @@ def checkpoint_sha256(path: Path, progress: Progress = SILENT) -> str:
     return json_sha256(sorted(found))
 
 
-def sharded_folder(folder: Path) -> Sharded | None:
+def sharded_folder(folder: Path) -> ShardedCheckpoint | None:
     """Return the distributed checkpoint in a folder; None for any other folder."""
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     distcp = [name for name in names if name.endswith(".distcp")]
@@ -110,22 +110,22 @@ def sharded_folder(folder: Path) -> Sharded | None:
         return None if below is None else sharded_folder(below)
     out = folder.absolute().parent / f"{folder.absolute().name}.safetensors"
     hint = f"merge it into one file: {pasted('convert', str(folder), str(out))}"
-    return Sharded(f"{quoted(folder, limit=300)} is {what}", hint, kind, folder)
+    return ShardedCheckpoint(f"{quoted(folder, limit=300)} is {what}", hint, kind, folder)
 
 
-def sharded_file(path: Path) -> Sharded | None:
+def sharded_file(path: Path) -> ShardedCheckpoint | None:
     """Return the checkpoint in several files to which a file belongs; None for any other file."""
     match = _SHARD.fullmatch(path.name)
     if path.suffix == ".distcp" or path.name == ".metadata":
         whole = sharded_folder(path.parent)
         if whole is not None:
-            return Sharded(f"the file is part of a sharded checkpoint: {whole.what}", whole.hint)
+            return ShardedCheckpoint(f"the file is part of a sharded checkpoint: {whole.what}", whole.hint)
         what = "the file is part of a sharded checkpoint, but the other files are not in its folder"
-        return Sharded(what, "copy or download all of them")
+        return ShardedCheckpoint(what, "copy or download all of them")
     if match is None or int(match[3]) < 2:
         return None
     what = f"the file is one of {int(match[3])} shards of a checkpoint"
-    return Sharded(what, f"give the folder: {path.parent}")
+    return ShardedCheckpoint(what, f"give the folder: {path.parent}")
 
 
 def _tagged(folder: Path) -> Path | None:
@@ -225,7 +225,7 @@ def read_distributed(folder: Path) -> dict[str, Any]:
         raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
 
 
-def described(folder: Path) -> dict[str, str]:
+def describe_tensors(folder: Path) -> dict[str, str]:
     """Return type and shape of each tensor in a distributed checkpoint's metadata. Raises as read_distributed does."""
     try:
         with open_regular(folder / METADATA) as stream:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
 from bnncli.network_curvature._columns import Columns
-from bnncli.parameters.layouts import ParamPart, consecutive
+from bnncli.parameters.layouts import ParamPart, consecutive_parts
 from bnncli.system.signals import between_blocks
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], co
     theta = theta.to(target.device, target.dtype)
     if not parts:
         return []
-    some = replace(layout, parts=consecutive([(part.name, part.shape, part.is_bias) for part in parts]))
+    some = replace(layout, parts=consecutive_parts([(part.name, part.shape, part.is_bias) for part in parts]))
     every = layout.split(theta)
     own = some.join(every)
     total = torch.zeros(some.num_params, dtype=torch.float64, device=target.device)

@@ -18,17 +18,17 @@ _BLOCK = 64  # elements added by one row of a product
 
 def running_sum(values: Tensor) -> Tensor:
     """Return the cumulative sums along the last dimension of floating-point values (..., S)."""
-    return values.cumsum(dim=-1) if values.device.type == "cpu" else by_products(values)
+    return values.cumsum(dim=-1) if values.device.type == "cpu" else running_sum_by_products(values)
 
 
-def by_products(values: Tensor) -> Tensor:
+def running_sum_by_products(values: Tensor) -> Tensor:
     """Return the same by matrix products, on any device."""
     size = values.shape[-1]
     if size <= _BLOCK:
         return values @ _ones_above(size, values)
     pad = torch.nn.functional.pad
     within = pad(values, (0, -size % _BLOCK)).unflatten(-1, (-1, _BLOCK)) @ _ones_above(_BLOCK, values)
-    before = pad(by_products(within[..., :-1, -1]), (1, 0))
+    before = pad(running_sum_by_products(within[..., :-1, -1]), (1, 0))
     return (within + before.unsqueeze(-1)).flatten(-2)[..., :size]
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bnncli.errors import UsageError
 from bnncli.evaluation import detectors, scores
-from bnncli.evaluation.scores import ScoreOption, declared
+from bnncli.evaluation.scores import ScoreOption, all_scores
 from bnncli.likelihoods import TASKS
 from bnncli.names import near_miss, not_one_of
 from bnncli.options.declaration import Checked, Declared, check_split_name, check_suffix, collected, declared_as, option
@@ -96,7 +96,7 @@ def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
     number = _number(right)
     if number is None and (share := _number(right.removesuffix("%").rstrip())) is not None:
         quantity = _quantity(left, text, flag, metrics)
-        if declared()[quantity.metric].limits == (0, 1):
+        if all_scores()[quantity.metric].limits == (0, 1):
             said = f"write {quantity}{sign}{share / 100:g}"
             raise UsageError(f"{flag}: {quantity.metric} is a fraction; got {right} in {text!r}", hint=said)
     if number is None:
@@ -104,7 +104,7 @@ def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
     if not math.isfinite(number):
         raise UsageError(f"{flag}: expected a finite number; got {right!r} in {text!r}")
     quantity = _quantity(left, text, flag, metrics)
-    if number > 1 and declared()[quantity.metric].limits == (0, 1):
+    if number > 1 and all_scores()[quantity.metric].limits == (0, 1):
         hint = f"write {quantity}{sign}{number / 100:g}" if number <= 100 else None
         raise UsageError(f"{flag}: {quantity.metric} is a fraction, from 0 to 1; got {right} in {text!r}", hint=hint)
     return Assertion(quantity, sign, number)
@@ -137,8 +137,8 @@ def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quanti
         )
     if part is not None and part not in PARTS:
         raise not_one_of(f"{flag} {text}: part of {metric}", part, PARTS)
-    if part in _OF_FLOORS and not declared()[metric].has_floor:
-        owners = ", ".join(name for name, score in declared().items() if score.has_floor and name in metrics)
+    if part in _OF_FLOORS and not all_scores()[metric].has_floor:
+        owners = ", ".join(name for name, score in all_scores().items() if score.has_floor and name in metrics)
         raise UsageError(
             f"{flag}: {metric} has no {part} in {text!r}; expected low or high, or a metric with {part}: {owners}"
         )
@@ -152,26 +152,26 @@ def _refusal(flag: str, text: str) -> UsageError:
 @cache
 def of_scores() -> Declared:
     """Those of scores, in evaluate."""
-    return _declared(scores.options())
+    return _declared(scores.score_options())
 
 
 @cache
 def of_predicted_scores() -> Declared:
     """Those of scores that are made of predictions alone, in score."""
-    names = {name for score in scores.declared().values() if score.of_split is not None for name in score.options}
-    return _declared({name: one for name, one in scores.options().items() if name in names})
+    names = {name for score in scores.all_scores().values() if score.of_split is not None for name in score.options}
+    return _declared({name: one for name, one in scores.score_options().items() if name in names})
 
 
 @cache
 def of_detectors() -> Declared:
     """Those of detectors, in evaluate."""
-    return _declared(detectors.options())
+    return _declared(detectors.detector_options())
 
 
 @cache
 def of_compared_scores() -> Declared:
     """Those of scores that compare has as well."""
-    every = scores.options()
+    every = scores.score_options()
     return _declared({name: replace(one, text=one.in_compare) for name, one in every.items() if one.in_compare})
 
 
@@ -195,11 +195,11 @@ def _declared(options: Mapping[str, ScoreOption]) -> Declared:
 
 
 def _metrics() -> tuple[str, ...]:
-    return tuple(declared())
+    return tuple(all_scores())
 
 
 def _evaluated_scores() -> tuple[str, ...]:
-    return *detectors.of_predictions(), *detectors.of_features(), "all"
+    return *detectors.prediction_detectors(), *detectors.feature_detectors(), "all"
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class EvaluateOptions(ShownScores):
     @property
     def shown_scores(self) -> list[str]:
         """The detection scores to show."""
-        every = [*detectors.of_predictions(), *detectors.of_features()]
+        every = [*detectors.prediction_detectors(), *detectors.feature_detectors()]
         return (
             every
             if "all" in self.score
@@ -322,17 +322,21 @@ class EvaluateOptions(ShownScores):
     @property
     def prediction_scores(self) -> list[str]:
         """The detection scores to make of every group of predictions: the default, and those to show."""
-        return [name for name in detectors.of_predictions() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)]
+        return [
+            name for name in detectors.prediction_detectors() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)
+        ]
 
     @property
     def curve_score(self) -> str:
         """The score of predictions that ROC curves go by: the first to show, else the default."""
-        return next((name for name in detectors.of_predictions() if name in self.shown_scores), detectors.DEFAULT_SCORE)
+        return next(
+            (name for name in detectors.prediction_detectors() if name in self.shown_scores), detectors.DEFAULT_SCORE
+        )
 
     @property
     def needs_features(self) -> bool:
         """Whether a score of the features is to be shown."""
-        return not set(detectors.of_features()).isdisjoint(self.shown_scores)
+        return not set(detectors.feature_detectors()).isdisjoint(self.shown_scores)
 
 
 REPLICATES = 1000  # of the bootstrap where nothing is said, up to MOST_ROWS
@@ -340,7 +344,7 @@ MOST_ROWS = 100_000  # a thousand replicates of more take minutes, and intervals
 
 
 def _scored_scores() -> tuple[str, ...]:
-    return *detectors.of_predictions(), "all"
+    return *detectors.prediction_detectors(), "all"
 
 
 @dataclass(frozen=True)
@@ -424,7 +428,7 @@ class ScoreOptions(ShownScores):
     @property
     def shown_scores(self) -> list[str]:
         """The detection scores to show."""
-        every = detectors.of_predictions()
+        every = detectors.prediction_detectors()
         return (
             every
             if "all" in self.score
@@ -434,7 +438,9 @@ class ScoreOptions(ShownScores):
     @property
     def made_scores(self) -> list[str]:
         """The detection scores to make: the default, and those to show."""
-        return [name for name in detectors.of_predictions() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)]
+        return [
+            name for name in detectors.prediction_detectors() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)
+        ]
 
     def replicates(self, num_rows: int) -> int:
         """Bootstrap replicates for so many rows."""

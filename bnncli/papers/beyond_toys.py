@@ -14,7 +14,7 @@ from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.evaluation.calibration import NUM_BINS, PUBLISHED_BINS, calibration_scores
 from bnncli.evaluation.comparison import Estimate
-from bnncli.evaluation.statistics import ExampleStatistics, examples_of
+from bnncli.evaluation.statistics import ExampleStatistics, compute_example_statistics
 from bnncli.inference.elbo import diagnose_importance, measure_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
@@ -76,7 +76,7 @@ def calibrated(count: int, share: float, random: np.random.Generator) -> tuple[N
 
 def errors_of(sample: tuple[NDArray, NDArray]) -> dict[str, float]:
     """Return the calibration errors of probabilities and labels, by the names of `measure_published_ece`."""
-    examples = examples_of(*sample)
+    examples = compute_example_statistics(*sample)
     wide, usual = (_by_strategy(examples, bins) for bins in (PUBLISHED_BINS, NUM_BINS))
     return {"published": wide["published"], "real": wide["equal-width"], "usual": usual["equal-width"]}
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from bnncli.artifacts.known_files import checks_remembered
+from bnncli.artifacts.known_files import remember_checks
 from bnncli.commands.grid.running import GRACE, die_with
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
@@ -194,7 +194,7 @@ def _work(link: Connection, workshop: Workshop, common: CommonOptions, parent: i
     die_with(parent)
     run = workshop.run
     configure_torch(threads=run.compute.threads, deterministic=run.compute.deterministic)
-    with checks_remembered(), contextlib.suppress(EOFError, OSError):
+    with remember_checks(), contextlib.suppress(EOFError, OSError):
         while True:
             part, known = link.recv()
             console = Console(run.command, replace(common, quiet=True, progress="none", log_file=None))

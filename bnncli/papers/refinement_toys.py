@@ -28,7 +28,7 @@ from bnncli.integrators.quadrature import binary_probs
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
 from bnncli.papers.recipe import Files, Measurements, Settings
-from bnncli.parameters.layouts import HeadLayout, ParamPart, consecutive, parts_to_json
+from bnncli.parameters.layouts import HeadLayout, ParamPart, consecutive_parts, parts_to_json
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress, Task
@@ -84,7 +84,7 @@ class TanhLayout:
         found: list[tuple[str, tuple[int, ...], bool]] = []
         for layer, (before, after) in enumerate(pairwise(self.widths)):
             found += [(f"{layer}.weight", (after, before), False), (f"{layer}.bias", (after,), True)]
-        return consecutive(found)
+        return consecutive_parts(found)
 
     @property
     def num_params(self) -> int:

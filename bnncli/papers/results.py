@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.artifacts.outputs import write_figure
 from bnncli.evaluation.comparison import LEVEL, Agreement, Estimate, agreement
-from bnncli.evaluation.curves import apart, density, grid_of, spread_over
+from bnncli.evaluation.curves import density_grid, estimate_density, quantile_indices, standardised_distances
 from bnncli.figures import render
 from bnncli.figures.posteriors import Marginal, Marginals
 from bnncli.names import counted
@@ -399,8 +399,10 @@ def marginals(figure: MarginalFigure, folder: Path, *, seed: int) -> Marginals |
             return None
         draws[called] = _draws(path, seed=seed)
     reference = next(iter(draws))
-    distances = apart(draws[reference], {called: one for called, one in draws.items() if called != reference})
-    panels = [_panel(index, distances[index], draws) for index in spread_over(distances, _SHARES)]
+    distances = standardised_distances(
+        draws[reference], {called: one for called, one in draws.items() if called != reference}
+    )
+    panels = [_panel(index, distances[index], draws) for index in quantile_indices(distances, _SHARES)]
     shares = ", ".join(f"{100 * share:g}%" for share in _SHARES[1:])
     how = (
         f"The first weight is the one where a posterior differs most from {reference}; the others are at {shares} of "
@@ -421,9 +423,9 @@ def _panel(index: int, distance: float, draws: Mapping[str, NDArray[np.float64]]
     parts = {called: values[:, index] for called, values in draws.items()}
     center, sd = next((float(one.mean()), float(one.std())) for one in parts.values())
     reach = (_REACH + max(distance, _REACH)) * sd
-    near = grid_of(list(parts.values()), 2)
+    near = density_grid(list(parts.values()), 2)
     grid = np.linspace(max(near[0], center - reach), min(near[1], center + reach), _GRID)
-    found = {called: density(values, grid) for called, values in parts.items()}
+    found = {called: estimate_density(values, grid) for called, values in parts.items()}
     densities = {called: one.tolist() for called, one in found.items() if one is not None}
     points = {called: float(parts[called][0]) for called, one in found.items() if one is None}
     return Marginal(f"weight {index}, {distance:.2g} sd", grid.tolist(), densities, points)

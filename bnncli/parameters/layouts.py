@@ -146,7 +146,7 @@ class LogitLayout(ParamLayout, Protocol):
         """Return the derivatives of the logits with respect to theta, (N, K, P), at inputs (N, ...) and one theta (P,)."""
 
 
-def consecutive(parts: Sequence[tuple[str, tuple[int, ...], bool]]) -> tuple[ParamPart, ...]:
+def consecutive_parts(parts: Sequence[tuple[str, tuple[int, ...], bool]]) -> tuple[ParamPart, ...]:
     """Return consecutive parts, given names, shapes, and whether they are biases."""
     offsets = [0]
     for _, shape, _ in parts:
@@ -249,7 +249,7 @@ class NetworkLayout:
         found: list[tuple[str, tuple[int, ...], bool]] = []
         for index, shape in enumerate(self.shapes):
             found += [(f"layers.{index}.weight", shape, False), (f"layers.{index}.bias", shape[:1], True)]
-        return consecutive(found)
+        return consecutive_parts(found)
 
     def to_json(self) -> list[dict[str, object]]:
         """Return the layout for posterior files: name, shape and offset of each part."""
@@ -494,7 +494,7 @@ class HeadLayout:
     def parts(self) -> tuple[ParamPart, ...]:
         """The weight, and the bias if there is one."""
         weight = ("head.weight", (self.num_outputs, self.num_features), False)
-        return consecutive([weight, ("head.bias", (self.num_outputs,), True)] if self.has_bias else [weight])
+        return consecutive_parts([weight, ("head.bias", (self.num_outputs,), True)] if self.has_bias else [weight])
 
     def to_json(self) -> list[dict[str, object]]:
         """Return the layout for posterior files: name, shape and offset of each part."""

@@ -15,7 +15,7 @@ from bnncli.errors import UsageError
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.names import listed
-from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamLayout, ParamPart, consecutive, parts_to_json
+from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamLayout, ParamPart, consecutive_parts, parts_to_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -210,7 +210,7 @@ def forward_growth(network: ModuleNetwork, input_shape: Sequence[int]) -> Growth
     return _growth(forward)
 
 
-def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
+def padded_output_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
     """Return the bytes per example of the largest convolution output, channels padded to 8 or 16, float32.
 
     CPU kernels copy it into this layout, in addition to the tensors.
@@ -234,9 +234,9 @@ def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape:
 def _growth(work: Callable[[int], object]) -> Growth:
 
     work(1)  # exclude what a network allocates on its first call
-    from bnncli.parameters.tensor_bytes import growth  # it imports torch
+    from bnncli.parameters.tensor_bytes import measure_growth  # it imports torch
 
-    return growth(work, _FEW, _MORE)
+    return measure_growth(work, _FEW, _MORE)
 
 
 def _output_shapes(
@@ -326,8 +326,8 @@ class ModuleLayout:
         Raises:
             UsageError: nothing matches.
         """
-        chosen = chosen_parameters(network.module, pattern)
-        parts = consecutive([(name, tuple(value.shape), is_bias(name)) for name, value in chosen.items()])
+        chosen = choose_parameters(network.module, pattern)
+        parts = consecutive_parts([(name, tuple(value.shape), is_bias(name)) for name, value in chosen.items()])
         return cls(parts, num_outputs, tuple(input_shape), likelihood_name, network)
 
     @property
@@ -368,7 +368,7 @@ class ModuleLayout:
     @cached_property
     def laid_out_bytes(self) -> int:
         """Bytes of the largest convolution output in the layout of CPU kernels; 0 without convolutions."""
-        return laid_out_bytes(self._bound, self.input_shape)
+        return padded_output_bytes(self._bound, self.input_shape)
 
     @cached_property
     def outputs_of_owners(self) -> dict[str, int]:
@@ -403,7 +403,7 @@ class ModuleLayout:
     def from_meta(cls, meta: Mapping[str, Any]) -> ModuleLayout:
         """Invert to_meta, without a network."""
         entries = [(str(name), tuple(int(size) for size in shape)) for name, shape in meta["network_params"]]
-        parts = consecutive([(name, shape, is_bias(name)) for name, shape in entries])
+        parts = consecutive_parts([(name, shape, is_bias(name)) for name, shape in entries])
         shape = tuple(int(size) for size in meta["input_shape"])
         return cls(parts, int(meta["num_outputs"]), shape, recorded_name(meta))
 
@@ -504,7 +504,7 @@ class ModuleLayout:
         return self.network
 
 
-def bound(layout: Any, network: ModuleNetwork) -> Any:
+def bind_layout(layout: Any, network: ModuleNetwork) -> Any:
     """Bind the layout of a network posterior to that network.
 
     Raises:
@@ -523,7 +523,7 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def chosen_parameters(module: nn.Module, pattern: str) -> Mapping[str, Tensor]:
+def choose_parameters(module: nn.Module, pattern: str) -> Mapping[str, Tensor]:
     """Return the parameters that match a pattern, in the module's order; see ModuleLayout.of. Raises UsageError for none.
 
     A shared parameter has the first of its names, and any of them matches it.

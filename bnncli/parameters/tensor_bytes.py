@@ -61,7 +61,7 @@ class Growth:
         return Growth(fixed, each, storages, self.num_examples, small_fixed, small_each)
 
 
-def growth(work: Callable[[int], object], few: int, more: int, *, small: float = 0.0) -> Growth:
+def measure_growth(work: Callable[[int], object], few: int, more: int, *, small: float = 0.0) -> Growth:
     """Measure the peak bytes of work on few and on more examples.
 
     Args:

@@ -79,7 +79,7 @@ def draws_at_once(num_params: int) -> int:
     return max(_FEWEST, most // unit * unit)
 
 
-def made_at_once(num_params: int) -> int:
+def thetas_at_once(num_params: int) -> int:
     """Return for how many draws of `num_params` numbers theta is computed from noise at once."""
     return max(_FEWEST, _MADE_AT_ONCE // num_params)
 
@@ -97,7 +97,7 @@ def sample_from_noise(
     for noise in noise_blocks(posterior, num_samples, generator):
         if also is not None:
             also(noise)
-        for some in noise.split(made_at_once(posterior.layout.num_params)):
+        for some in noise.split(thetas_at_once(posterior.layout.num_params)):
             part: Tensor = posterior.from_noise(some)[0].float()
             if len(part) == num_samples:
                 return part

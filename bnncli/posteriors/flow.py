@@ -18,7 +18,7 @@ from bnncli.lazy import no_grad, torch
 from bnncli.parameters.layouts import ParamLayout
 from bnncli.parameters.module import ModuleNetwork
 from bnncli.parameters.prior import Prior
-from bnncli.posteriors import made_at_once, sample_from_noise
+from bnncli.posteriors import sample_from_noise, thetas_at_once
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
 
@@ -187,7 +187,7 @@ def is_idle(flow: Flow, noise: Tensor, threshold: float = 0.05) -> bool:
     Kullback-Leibler divergence of 0.001 nats.
     """
     squares = []
-    for some in noise.split(made_at_once(flow.layout.num_params)):
+    for some in noise.split(thetas_at_once(flow.layout.num_params)):
         moved = flow.base.covariance.whiten(flow.from_noise(some)[0] - flow.base.mean) - some
         squares.append(moved.square_().sum(dim=1))
     return bool(torch.cat(squares).mean().sqrt() < threshold)

@@ -15,7 +15,7 @@ from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
 from bnncli.numerics.random import quasi_normal
 from bnncli.parameters.layouts import HeadLayout, LogitLayout, ParamLayout
-from bnncli.parameters.module import ModuleLayout, ModuleNetwork, bound, recorded_layout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, bind_layout, recorded_layout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
@@ -118,7 +118,7 @@ class Gaussian(Generic[Layout]):
 
     def bound_to(self, network: ModuleNetwork) -> Gaussian:
         """Return the Gaussian bound to a network that computes the logits."""
-        return replace(self, layout=bound(self.layout, network))
+        return replace(self, layout=bind_layout(self.layout, network))
 
     def to(self, device: torch.device | str) -> Gaussian:
         """Return a copy on another device."""

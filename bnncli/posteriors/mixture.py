@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
-from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamPart, consecutive, parts_to_json
+from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamPart, consecutive_parts, parts_to_json
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
@@ -60,7 +60,7 @@ class MemberLayout:
     @property
     def parts(self) -> tuple[ParamPart, ...]:
         """Return the part of the member's number, followed by the head's parts."""
-        return consecutive(
+        return consecutive_parts(
             [("member", (), False), *((part.name, part.shape, part.is_bias) for part in self.head.parts)]
         )
 

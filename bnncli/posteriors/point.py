@@ -10,7 +10,7 @@ from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
 from bnncli.parameters.layouts import HeadLayout
-from bnncli.parameters.module import ModuleLayout, ModuleNetwork, bound, recorded_layout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, bind_layout, recorded_layout
 from bnncli.shapes import check_shapes
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Point:
 
     def bound_to(self, network: ModuleNetwork) -> Point:
         """Return the point bound to a network that computes the logits."""
-        return replace(self, layout=bound(self.layout, network))
+        return replace(self, layout=bind_layout(self.layout, network))
 
     def to(self, device: torch.device | str) -> Point:
         """Return a copy on another device."""

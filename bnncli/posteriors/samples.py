@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import ParamLayout
-from bnncli.parameters.module import ModuleNetwork, bound
+from bnncli.parameters.module import ModuleNetwork, bind_layout
 from bnncli.shapes import check_shapes
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Samples:
 
     def bound_to(self, network: ModuleNetwork) -> Samples:
         """Return the samples bound to a network that computes the logits."""
-        return replace(self, layout=bound(self.layout, network))
+        return replace(self, layout=bind_layout(self.layout, network))
 
     def to(self, device: torch.device | str) -> Samples:
         """Return a copy on another device."""

@@ -10,7 +10,7 @@ from bnncli.evaluation.convergence import (
     MAX_ROWS,
     Convergence,
     convergence,
-    deciding,
+    deciding_numbers,
     held_out_convergence,
     label_convergence,
 )
@@ -105,7 +105,7 @@ def prediction_metrics(predictions: Mapping[str, Convergence], judged_by: str | 
 
 def deciding_line(metrics: Mapping[str, Any]) -> str:
     """How many draws there are, and how they agree on what decides; why they tell no effective sample size."""
-    judged_by, numbers = metrics.get("judged_by"), deciding(metrics)
+    judged_by, numbers = metrics.get("judged_by"), deciding_numbers(metrics)
     of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
     why = f"; {numbers.undefined}" if numbers.r_hat is not None and numbers.ess_bulk is None else ""
     chains = counted(metrics["chains"], "chain")
@@ -118,7 +118,7 @@ def other_lines(metrics: Mapping[str, Any]) -> list[str]:
     if judged_by is not None:
         parameters = {name: value for name, value in metrics.items() if name != "judged_by"}
         return [
-            f"parameters: {agreement(deciding(parameters))}; these are not used for the verdict, because units "
+            f"parameters: {agreement(deciding_numbers(parameters))}; these are not used for the verdict, because units "
             "of a layer can be permuted, so chains with different weights can predict the same"
         ]
     if metrics["heldout_max_rhat"] is None:

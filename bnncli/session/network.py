@@ -22,9 +22,9 @@ from bnncli.data.splits import Inputs, InputSplit
 from bnncli.errors import BnnError, DataError, Exit, Interrupted, Untrusted, UsageError, machine_error
 from bnncli.lazy import torch
 from bnncli.models import SavedModel, is_kind
-from bnncli.models.build import load_network, notes_on_names
+from bnncli.models.build import describe_name_mapping, load_network
 from bnncli.models.checkpoints import Checkpoint, load_checkpoint
-from bnncli.models.features import Extracted, InputSums, PrecisionLoss, collect, counted, extract
+from bnncli.models.features import ExtractedFeatures, InputSums, PrecisionLoss, collect, extract, track_batches
 from bnncli.models.head import Head
 from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics.digests import file_sha256, tensor_digest
@@ -35,7 +35,7 @@ from bnncli.session.run import ModelFiles, Run, arguments_by_name, opened_model,
 from bnncli.system.input_files import open_regular
 from bnncli.system.memory import return_large_blocks
 from bnncli.system.user_code import CodeFolder
-from bnncli.system.workers import Sending, Team, crew, of_worker
+from bnncli.system.workers import Sending, Team, name_worker, worker_pool
 from bnncli.training.loop import State
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class FeatureStore:
             self._inputs = InputSums(self.num_rows, *sums)
         return self.num_rows
 
-    def collect(self, batches: Iterator[Extracted]) -> Extracted:
+    def collect(self, batches: Iterator[ExtractedFeatures]) -> ExtractedFeatures:
         """All rows, those of an interrupted run before those of the batches; logits of those that have them.
 
         Raises:
@@ -182,7 +182,7 @@ class FeatureStore:
             assert self._rows is not None  # no split is empty
             parts = {name: torch.cat(found) for name, found in self._parts.items()}
             rows, labels = self._rows.collected(), parts.get("labels")
-            return Extracted(
+            return ExtractedFeatures(
                 rows,
                 parts.get("logits"),
                 labels,
@@ -209,7 +209,7 @@ class FeatureStore:
         with suppress(OSError):
             remove_state(rows_path(self._target))  # of an earlier run that nobody went on with
 
-    def _add(self, batch: Extracted) -> None:
+    def _add(self, batch: ExtractedFeatures) -> None:
         if self._rows is None:
             self._rows = self._file(batch.features.shape[1])
         if batch.logits is not None:
@@ -313,8 +313,8 @@ def orders(crew: Team) -> Iterator[Order]:
 
 
 def in_turns(
-    batches: Callable[..., Iterator[Extracted]], crew: Team, order: Order, num_batches: int
-) -> Iterator[Extracted]:
+    batches: Callable[..., Iterator[ExtractedFeatures]], crew: Team, order: Order, num_batches: int
+) -> Iterator[ExtractedFeatures]:
     """All batches of an order, as the first process has them: its own, and those that the others send.
 
     Args:
@@ -334,7 +334,7 @@ def in_turns(
         yield found
 
 
-def lend(batches: Callable[..., Iterator[Extracted]], crew: Team) -> None:
+def lend(batches: Callable[..., Iterator[ExtractedFeatures]], crew: Team) -> None:
     """Compute this worker's turns of an order, and send them to the first process; what fails ends them, and is sent.
 
     Args:
@@ -349,7 +349,7 @@ def lend(batches: Callable[..., Iterator[Extracted]], crew: Team) -> None:
         sending.wait()
 
 
-def _or_error(batches: Iterator[Extracted], rank: int) -> Iterator[Extracted | BnnError]:
+def _or_error(batches: Iterator[ExtractedFeatures], rank: int) -> Iterator[ExtractedFeatures | BnnError]:
     """The batches, and what an expected error ends them with. What the machine lacks names the worker."""
     try:
         yield from batches
@@ -357,7 +357,7 @@ def _or_error(batches: Iterator[Extracted], rank: int) -> Iterator[Extracted | B
         known = error if isinstance(error, BnnError) else machine_error(error)
         if known is None:
             raise
-        yield of_worker(rank, known) if known.exit in (Exit.DEVICE, Exit.IO) else known
+        yield name_worker(rank, known) if known.exit in (Exit.DEVICE, Exit.IO) else known
 
 
 @dataclass
@@ -458,7 +458,7 @@ class Network:
 
     def _noted(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor] | None) -> torch.nn.Module:
         """The network, once it is said where in the checkpoint its weights were."""
-        for note in notes_on_names(state or {}, module):
+        for note in describe_name_mapping(state or {}, module):
             self.run.console.info(note)
         return module
 
@@ -488,7 +488,7 @@ class Network:
         dtype: str,
         num_workers: int = 0,
         store: FeatureStore | None = None,
-    ) -> Extracted:
+    ) -> ExtractedFeatures:
         """Features and labels of a whole split, and the logits that a store keeps, on the CPU; raises as `extract` does.
 
         The first of a crew has the others compute their turns of the batches.
@@ -509,12 +509,12 @@ class Network:
             first_row=first_row,
             num_logits=num_logits,
         )
-        if (others := crew()) is None:
+        if (others := worker_pool()) is None:
             found = own()
         else:
             order = Order.of(split, self.record, first_row=first_row, num_logits=num_logits)
             found = in_turns(own, others, order, len(range(first_row, len(split), batch_size)))
-        found = counted(found, split, first_row=first_row, progress=self.run.console)
+        found = track_batches(found, split, first_row=first_row, progress=self.run.console)
         return collect(found, len(split)) if store is None else store.collect(found)
 
     def batches(
@@ -528,7 +528,7 @@ class Network:
         first_row: int,
         num_logits: int,
         turns: slice = slice(None),
-    ) -> Iterator[Extracted]:
+    ) -> Iterator[ExtractedFeatures]:
         """Features and labels of the batches from first_row on, or of some; arguments and errors as those of `extract`."""
         batches = partial(
             extract,

@@ -19,13 +19,13 @@ from bnncli.data.splits import Batch, Inputs, InputSplit
 from bnncli.data.splits import load_split as load_input_split
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.lazy import torch
-from bnncli.models import Composed
+from bnncli.models import AdaptedModel
 from bnncli.models.features import MASK, pass_to_head
-from bnncli.models.head import Head, before_links, chosen_output, logits_before, logits_of
+from bnncli.models.head import Head, before_links, choose_output, logits_before, logits_of
 from bnncli.names import listed
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.shared import LayersOptions
-from bnncli.parameters.module import STATE, ModuleLayout, ModuleNetwork, chosen_parameters
+from bnncli.parameters.module import STATE, ModuleLayout, ModuleNetwork, choose_parameters
 from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT, Progress
 from bnncli.session.inputs import PREDICTION_BYTES, RESIDENT_SHARE, Split, load_split
@@ -407,10 +407,10 @@ class NetworkReader:
         """
         network, head = self.network(example)
         try:
-            chosen_parameters(network.module, pattern)
+            choose_parameters(network.module, pattern)
         except UsageError:
             saved = self.recorded.network.saved
-            if not isinstance(saved, Composed):
+            if not isinstance(saved, AdaptedModel):
                 raise
             if _APART not in self._opened:
                 from bnncli.models.huggingface import with_plain_attention
@@ -542,7 +542,7 @@ class _Logits:
         else:
             with nullcontext() if form.link == "none" else before_links():
                 returned = run()
-            output = chosen_output(returned, form.output) if form.output else logits_of(returned)
+            output = choose_output(returned, form.output) if form.output else logits_of(returned)
             if form.link != "none":
                 output = logits_before(output, form.link)
         return output.reshape(len(output), -1)

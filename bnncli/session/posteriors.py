@@ -17,7 +17,7 @@ from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.resume import recorded_choice, state_path
 from bnncli.errors import BnnError, NumericError, UsageError
 from bnncli.inference import memory
-from bnncli.inference.network_memory import Stepping, require_steps
+from bnncli.inference.network_memory import StochasticFitPlan, require_steps
 from bnncli.likelihoods import name_to_record
 from bnncli.options.shared import AUTO, INHERIT, SearchedPriorOptions, TargetOptions
 from bnncli.parameters.layouts import HeadLayout, reduced_layout
@@ -567,7 +567,7 @@ class TargetFit:
 
     method: str
     algo_rev: int
-    stepping: Callable[[int, int], Stepping]
+    stepping: Callable[[int, int], StochasticFitPlan]
     stored_bytes: Callable[[int], int]
     work: Callable[[Fitting], Fitted]
     kind: str = "posterior"

@@ -15,11 +15,18 @@ from numpy.typing import NDArray
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.data.labels import FROM_1, common_task
-from bnncli.data.prediction_files import HDF5_MAGIC, GivenFile, divide, magic_of, read_given, read_labels
+from bnncli.data.prediction_files import (
+    HDF5_MAGIC,
+    FilePredictions,
+    read_given_predictions,
+    read_labels,
+    read_magic,
+    split_prediction_place,
+)
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.detectors import example_scores
 from bnncli.evaluation.scores import ScoredPredictions, fidelities
-from bnncli.evaluation.statistics import ROW_SUM_TOLERANCE, ExampleStatistics, examples_of, row_blocks
+from bnncli.evaluation.statistics import ROW_SUM_TOLERANCE, ExampleStatistics, compute_example_statistics, row_blocks
 from bnncli.lazy import torch
 from bnncli.likelihoods import MULTILABEL, Likelihood, has_exclusive_classes, likelihood_of, recorded_name
 from bnncli.names import quoted
@@ -80,7 +87,7 @@ class GivenPredictions:
         """The numbers of each example. Raises DataError for what is no probability."""
         size = len(self.classes)
         try:
-            return examples_of(self.probs, self.labels, num_classes=size, is_exclusive=self.is_exclusive)
+            return compute_example_statistics(self.probs, self.labels, num_classes=size, is_exclusive=self.is_exclusive)
         except DataError as error:
             hint = error.hint
             if hint is not None and "these look like" in hint and "percent" not in hint:
@@ -140,17 +147,17 @@ def open_given(
         MissingInput, UsageError, DataError, Untrusted: as read_given; predictions that are neither clearly probabilities nor
             clearly logits; labels that do not fit.
     """
-    path, named = divide(place)
-    if magic_of(path) == HDF5_MAGIC:
+    path, named = split_prediction_place(place)
+    if read_magic(path) == HDF5_MAGIC:
         if named:
             raise UsageError(f"{place!r} is a prediction file of bnncli, which has no columns to name")
         found = _of_prediction_file(path, name, said)
     else:
-        given = read_given(place, wanted=said.holds, has_labels=is_labeled and labels is None)
+        given = read_given_predictions(place, wanted=said.holds, has_labels=is_labeled and labels is None)
         found = _of_file(given, said, name or path.name.partition(".")[0])
     if labels is not None:
         own = read_labels(labels, found.classes if found.has_names else None, found.unordered)
-        found = _with_labels(found, own, said, quoted(divide(labels)[0], limit=300))
+        found = _with_labels(found, own, said, quoted(split_prediction_place(labels)[0], limit=300))
     return found if is_labeled else replace(found, labels=None)
 
 
@@ -173,7 +180,7 @@ def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenPredic
     )  # fmt: skip
 
 
-def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
+def _of_file(given: FilePredictions, said: Said, name: str) -> GivenPredictions:
     where, num_outputs = quoted(given.path, limit=300), given.values.shape[1]
     likelihood = _likelihood(given.labels, num_outputs, said, where)
     holds = said.holds or _found(given, likelihood, where)
@@ -252,7 +259,7 @@ def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: st
     return replace(split, labels=labels)
 
 
-def _found(given: GivenFile, likelihood: Likelihood, where: str) -> str:
+def _found(given: FilePredictions, likelihood: Likelihood, where: str) -> str:
     """Whether the values are probabilities or logits, as their name and they themselves say.
 
     Raises:

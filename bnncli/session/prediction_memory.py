@@ -12,16 +12,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from bnncli.artifacts.headers import Header
-from bnncli.inference.network_memory import first_use_bytes, prediction_bytes, trying_bytes, with_kernels
+from bnncli.inference.network_memory import first_use_bytes, prediction_bytes, probing_bytes, process_bytes
 from bnncli.integrators import chunk_budget
 from bnncli.integrators._draws import chunk_sizes
 from bnncli.integrators._moments import NETWORK_MEAN_DRAWS
-from bnncli.integrators._partitions import NUM_GROUPS, num_kept_rows
+from bnncli.integrators._partitions import NUM_GROUPS, num_group_mean_rows
 from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, forward_growth
-from bnncli.posteriors import draws_at_once, made_at_once
+from bnncli.posteriors import draws_at_once, thetas_at_once
 from bnncli.session.predictor import LINEARISED, OF_THETA, type_of
 from bnncli.system.memory import budget, require
 
@@ -56,7 +56,7 @@ class PredictionSizes:
 
     def stored_bytes(self, num_classes: int, num_draws: int) -> int:
         """Of what is predicted, of draws, and of their groups; as blocks, and joined."""
-        groups = 4 * NUM_GROUPS * num_kept_rows(self.num_examples, num_classes, NUM_GROUPS)
+        groups = 4 * NUM_GROUPS * num_group_mean_rows(self.num_examples, num_classes, NUM_GROUPS)
         return 2 * num_classes * (self.num_examples * (4 + 2 * num_draws * self.keeps_samples) + groups)
 
 
@@ -110,7 +110,7 @@ class PosteriorMemory:
         of_theta = asked.needs in OF_THETA or is_pushed
         kept = self._kept(count) if of_theta else 0
         block = self.block_bytes(device, num_examples, count if of_theta else 1)
-        work = [kept + block, trying_bytes(self.layout)]
+        work = [kept + block, probing_bytes(self.layout)]
         if of_theta:
             work.append(self._made(count, needs=asked.needs, is_pushed=is_pushed))
         elif asked.needs != "center":
@@ -141,7 +141,7 @@ class PosteriorMemory:
 
     def pass_bytes(self, device: torch.device, num_pairs: int) -> int:
         """Of so many pairs of a draw and an example that go through the network together, without gradients."""
-        return with_kernels(self._forward, self.layout, num_pairs, device)
+        return process_bytes(self._forward, self.layout, num_pairs, device)
 
     @cached_property
     def _forward(self) -> Growth:
@@ -164,7 +164,7 @@ class PosteriorMemory:
         if needs == "quasi_noise":
             return 8 * _QUASI_VECTORS * num_draws * size
         noise = min(num_draws, draws_at_once(size))
-        return self._kept(num_draws) + 8 * size * (noise + _MADE_VECTORS * min(noise, made_at_once(size)))
+        return self._kept(num_draws) + 8 * size * (noise + _MADE_VECTORS * min(noise, thetas_at_once(size)))
 
     def _moments(self, device: torch.device, num_examples: int, num_draws: int) -> int:
         """Of the logits' covariances, a block of examples at a time, and of draws of the logits."""

@@ -20,13 +20,13 @@ from bnncli.integrators import (
     Integrator,
     Prediction,
     Ready,
-    does_classes,
     load_integrator,
     settings_of,
+    supports_classes,
     variant,
 )
-from bnncli.integrators._moments import drawn_theta, energy_and_max_logit, mean_theta
-from bnncli.integrators._partitions import DrawPartition, kept_rows
+from bnncli.integrators._moments import energy_and_max_logit, mean_theta, representative_draws
+from bnncli.integrators._partitions import DrawPartition, group_mean_rows
 from bnncli.lazy import torch
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import with_article
@@ -48,14 +48,14 @@ from bnncli.session.inputs import (
 )
 from bnncli.session.out_of_fold import fit_on, knows, load_fitted, out_of_fold
 from bnncli.session.run import Run
-from bnncli.system.workers import brought_to_leader, is_leader, team
+from bnncli.system.workers import gather_at_leader, is_leader, team
 from bnncli.targets.blocks import row_slices
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bnncli.evaluation.feature_scores import Combined
+    from bnncli.evaluation.feature_scores import FittedViews
     from bnncli.session.network import RecordedNetwork
     from bnncli.session.network_splits import NetworkReader
     from bnncli.targets.target import CurvedTarget
@@ -252,7 +252,7 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
         why = "draws over other layers may come from several modes, and their mean is not a useful network"
         return f"\0integrator\0 {name} does not work for {header.path.stem}: {why}"
     is_exclusive = has_exclusive_classes(recorded_name(header.meta))
-    if not does_classes(integrator, num_classes, is_exclusive=is_exclusive):
+    if not supports_classes(integrator, num_classes, is_exclusive=is_exclusive):
         if not is_exclusive:
             return f"\0integrator\0 {name} {NO_LABELS}"
         return f"\0integrator\0 {name} supports at most {integrator.max_classes} classes; got {num_classes}"
@@ -458,13 +458,13 @@ class TrainData:
         return [train, val] if len(train.content.features) and len(val.content.features) >= FEWEST_ROWS else []
 
     @cached_property
-    def detector(self) -> Combined | None:
+    def detector(self) -> FittedViews | None:
         """The combined out-of-distribution score, fitted; None without its splits.
 
         What takes long to fit is kept beside the features, for later commands on the same features, seed and device. Processes
         that work in step fit it together.
         """
-        from bnncli.evaluation.feature_scores import REVISION, Combined, fit_cost
+        from bnncli.evaluation.feature_scores import REVISION, FittedViews, fit_cost
 
         if not self.detector_splits:
             return None
@@ -475,9 +475,9 @@ class TrainData:
         place = detector_file(run.folder.features("train"))
         known = read_known(place) if team() is None else {}
         if str(known.pop("key", "")) == key:
-            return Combined.from_tensors({name: torch.from_numpy(part) for name, part in known.items()}, **own)
+            return FittedViews.from_tensors({name: torch.from_numpy(part) for name, part in known.items()}, **own)
         labels = train.content.labels
-        found = Combined.fit(
+        found = FittedViews.fit(
             train.stored,
             None if labels is None else torch.from_numpy(labels),
             val.stored,
@@ -543,7 +543,7 @@ class Predictor:
         """theta (P,) at which energy and the largest logit are taken, or draws (S, P) that average the logits."""
         if self.header.meta.get("layers") is None or self.posterior.type in LINEARISED:
             return self.mean_theta
-        return drawn_theta(self.posterior, self.run.stream("predict/mean"))
+        return representative_draws(self.posterior, self.run.stream("predict/mean"))
 
     def ready(self, choice: IntegratorChoice) -> Ready:
         """The integrator, with what is the same for all features done; warns once of what it has to say.
@@ -630,7 +630,7 @@ class Predictor:
         """
         integrator, layout = self.ready(choice), self.posterior.layout
         groups = _groups_of(integrator)
-        group_rows = None if groups is None else kept_rows(len(features), layout.num_classes, len(groups))
+        group_rows = None if groups is None else group_mean_rows(len(features), layout.num_classes, len(groups))
         blocks = [block for rows in own_rows(len(features), layout) for block in block_rows(features, rows)]
         task = self.run.console.task("predict", sum(rows.stop - rows.start for rows in blocks))
 
@@ -646,7 +646,7 @@ class Predictor:
             kept = {"probs_samples": integrator.probs_of_draws(self.posterior, block)} if keep_samples else {}
             return rows_of(prediction, energy=energy, max_logit=max_logit, **kept)
 
-        parts = brought_to_leader([predicted(rows) for rows in blocks])
+        parts = gather_at_leader([predicted(rows) for rows in blocks])
         return None if parts is None else joined(parts, group_rows, integrator)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.artifacts.atomic import check_free_space, check_writable, published_together, remove_dead_temporaries
+from bnncli.artifacts.atomic import check_free_space, check_writable, publish_together, remove_dead_temporaries
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import Decision, decide, is_same_file
 from bnncli.artifacts.headers import Header, interpreting
@@ -28,7 +28,7 @@ from bnncli.system import signals
 from bnncli.system.memory import bytes_text, give_back_freed, resident_bytes
 from bnncli.system.workers import Team, rank_and_size, team
 from bnncli.training.loop import State
-from bnncli.training.shared_out import Stored, by_number, numbered
+from bnncli.training.shared_out import StoredStates, number_tensors, split_by_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +154,7 @@ def make(
     )  # which sets threads and determinism, before the work
     start = time.monotonic()
     computed = compute()
-    with signals.ending_at(None):  # what is done is kept, however late it is
+    with signals.time_limit(None):  # what is done is kept, however late it is
         return _published(run, request, decision, computed, seconds=time.monotonic() - start)
 
 
@@ -315,7 +315,7 @@ def produce_together(
         # In the order of their names: two commands that wait for each other's would wait for ever.
         for lock in sorted({run.folder.lock(works[place].request.target) for place in open_works}):
             locks.enter_context(artifact_lock(lock, wait=run.lock.wait, poll=run.console.poll))
-        with published_together(before):
+        with publish_together(before):
             for place in open_works:
                 ready[place] = make(run, *works[place])
             ready += also()
@@ -486,18 +486,18 @@ def say_who_works(run: Run, team: Team, num_batches: int) -> None:
 
 def begun_before(state: dict[str, Tensor] | None) -> dict[int, State]:
     """The state of each training that had begun, by its number; the whole one is emptied, so that each is in memory as long as it is used."""
-    begun: dict[int, State] = {**by_number(state or {})}
+    begun: dict[int, State] = {**split_by_number(state or {})}
     if state is not None:
         state.clear()
     return begun
 
 
-def stored_in(resumable: Resumable, begun: dict[int, State], team: Team, num_trainings: int) -> Stored:
+def stored_in(resumable: Resumable, begun: dict[int, State], team: Team, num_trainings: int) -> StoredStates:
     """Where this worker's trainings go on from, and where the first one stores all; what others go on from is let go."""
 
     def store(states: Mapping[int, State]) -> None:
-        resumable.save(numbered(states), True)
+        resumable.save(number_tensors(states), True)
 
     own = {number: begun[number] for number in team.share(num_trainings) if number in begun}
     begun.clear()
-    return Stored(own, resumable.is_due, store)
+    return StoredStates(own, resumable.is_due, store)

@@ -220,9 +220,11 @@ class SplitProbabilities:
     @cached_property
     def examples(self) -> ExampleStatistics:
         """The numbers of each example."""
-        from bnncli.evaluation.statistics import examples_of
+        from bnncli.evaluation.statistics import compute_example_statistics
 
-        return examples_of(self.probs, self.labels, is_exclusive=self.labels is None or self.labels.ndim == 1)
+        return compute_example_statistics(
+            self.probs, self.labels, is_exclusive=self.labels is None or self.labels.ndim == 1
+        )
 
 
 def qualities(
@@ -242,9 +244,9 @@ def qualities(
     """
     found = []
     if own.labels is not None and len(own.labels):
-        from bnncli.evaluation.recommendation import score
+        from bnncli.evaluation.recommendation import score_predictive
 
-        mine, theirs = (score(side.name, side.probs, own.labels, losses=side.losses) for side in (own, base))
+        mine, theirs = (score_predictive(side.name, side.probs, own.labels, losses=side.losses) for side in (own, base))
         low, high = loss_interval(mine.losses, theirs.losses, level) or (None, None)
         found.append(Quality("nll", mine.nll, theirs.nll, low, high, False))
         assert mine.is_right is not None
@@ -271,14 +273,14 @@ def _measured_calibration(
 def paired_quality(name: str, measured: Sequence[Sequence[Measured]], *, level: float) -> Quality | None:
     """Return the quality of a score measured of both sides, with a bootstrap interval of the difference; None where it is undefined of either."""
     from bnncli.evaluation.comparison import Sample, difference
-    from bnncli.evaluation.scores import declared
+    from bnncli.evaluation.scores import all_scores
 
     if any(not side or side[0].value is None for side in measured):
         return None
     values = [float(side[0].value or 0.0) for side in measured]
     samples = [Sample(np.array([value]), side[0].replicates) for value, side in zip(values, measured, strict=True)]
     gap = difference(*samples, level=level)
-    return Quality(name, values[0], values[1], gap.low, gap.high, bool(declared()[name].higher_is_better))
+    return Quality(name, values[0], values[1], gap.low, gap.high, bool(all_scores()[name].higher_is_better))
 
 
 def recorded_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:

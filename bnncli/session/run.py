@@ -18,7 +18,7 @@ from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.run_folder import RunFolder
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
-from bnncli.models import Asked, SavedModel, is_kind, open_model
+from bnncli.models import ModelRequest, SavedModel, is_kind, open_model
 from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics import random
 from bnncli.numerics.digests import file_sha256, json_sha256
@@ -39,7 +39,7 @@ from bnncli.progress import SILENT, Progress
 from bnncli.session.revisions import is_another
 from bnncli.system.devices import configure_torch, device_name, select_device
 from bnncli.system.input_files import nearest_file, open_regular
-from bnncli.system.workers import crew, team
+from bnncli.system.workers import team, worker_pool
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".distcp")  # a file of weights is meant, not a run's name
 
@@ -137,7 +137,7 @@ def opened_model(spec: str | None, arguments: Sequence[str], **asked: Any) -> Sa
     """
     if spec is None or not is_kind(spec):
         return None
-    return open_model(spec, Asked(arguments_by_name(arguments), **asked))
+    return open_model(spec, ModelRequest(arguments_by_name(arguments), **asked))
 
 
 def arguments_by_name(texts: Sequence[str]) -> dict[str, str]:
@@ -318,7 +318,7 @@ class Run:
 
     def environment(self) -> dict[str, Any]:
         """Seed, device, threads and workers, as provenance records them."""
-        others, asked = team(), crew()
+        others, asked = team(), worker_pool()
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         host = {"host": socket.gethostname()} if self.record.record_host else {}
         return {

@@ -15,9 +15,16 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.class_scores import one_sided_labels, rare_classes
-from bnncli.evaluation.detectors import example_scores, of_features, usual_score
-from bnncli.evaluation.scores import ScoredPredictions, declared, detection_forms, other_split_rows, split_scores
-from bnncli.evaluation.statistics import ExampleStatistics, Row, check_label_sets, check_labels, examples_of, row_blocks
+from bnncli.evaluation.detectors import example_scores, feature_detectors, usual_score
+from bnncli.evaluation.scores import ScoredPredictions, all_scores, detection_forms, other_split_rows, split_scores
+from bnncli.evaluation.statistics import (
+    ExampleStatistics,
+    Row,
+    check_label_sets,
+    check_labels,
+    compute_example_statistics,
+    row_blocks,
+)
 from bnncli.integrators import load_integrator
 from bnncli.likelihoods import name_to_record, recorded_name
 from bnncli.names import FEATURES_NAME, posterior_title, quoted
@@ -55,7 +62,9 @@ class PredictedSplit:
         """The numbers of each example."""
         try:
             size, is_exclusive = len(self.file.classes), self.file.is_exclusive
-            return examples_of(self.file.probs, self.file.labels, num_classes=size, is_exclusive=is_exclusive)
+            return compute_example_statistics(
+                self.file.probs, self.file.labels, num_classes=size, is_exclusive=is_exclusive
+            )
         except DataError as error:
             path = self.header.path
             raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
@@ -264,7 +273,7 @@ def about(assertions: Sequence[Assertion], posterior: str, integrator: str) -> l
 
 def is_of_every(assertion: Assertion) -> bool:
     """Whether an assertion names no posterior, and is not about the features."""
-    return assertion.left.posterior is None and set(of_features()).isdisjoint(assertion.left.choices)
+    return assertion.left.posterior is None and set(feature_detectors()).isdisjoint(assertion.left.choices)
 
 
 def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[Absent] = ()) -> None:
@@ -321,7 +330,7 @@ def find_metric(metrics: Sequence[Row], wanted: Quantity) -> list[Row]:
     found = [row for row in metrics if row["name"] == wanted.metric]
     found = [row for row in found if set(wanted.choices) <= {text for _, text in _choices(row)}]
     scores = {row.get("score") for row in found if row.get("value", 0.0) is not None}
-    for key, usual in {"score": usual_score(scores), **declared()[wanted.metric].usual}.items():
+    for key, usual in {"score": usual_score(scores), **all_scores()[wanted.metric].usual}.items():
         is_said = any(key == other and text in wanted.choices for row in found for other, text in _choices(row))
         if not is_said and any(row.get(key) == usual for row in found):
             found = [row for row in found if row.get(key, usual) == usual]
@@ -362,7 +371,7 @@ def _absent_of_all(
     if not is_of_every(assertion):
         return []
     others = {right.posterior} if isinstance(right, Quantity) else set()
-    score = declared()[left.metric]
+    score = all_scores()[left.metric]
     others |= (
         {*references} if score.of_draws is not None or score.of_reference is not None else set()
     )  # there is none to itself
@@ -486,7 +495,7 @@ def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
     found = [row for row in rows if wanted.posterior in (row["posterior"], _name(row))]
     if wanted.posterior is None:
         # Scores of the features have a row of their own; other scores are no matter of that row.
-        is_of_features = not set(of_features()).isdisjoint(wanted.choices)
+        is_of_features = not set(feature_detectors()).isdisjoint(wanted.choices)
         found = [row for row in rows if (row["posterior"] == FEATURES_NAME) == is_of_features]
         if is_of_features and not found:
             raise MissingInput(f"\0assert_\0 {wanted}: feature scores are not computed here; add \0score\0")
@@ -512,7 +521,7 @@ def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]
 
 def _choices(metric: Row) -> list[tuple[str, str]]:
     """What tells the forms of a metric apart, as text."""
-    facts = declared()[metric["name"]].facts
+    facts = all_scores()[metric["name"]].facts
     return [
         (key, str(value))
         for key, value in metric.items()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bnncli.errors import DataError
 from bnncli.evaluation.detectors import DEFAULT_SCORE
-from bnncli.evaluation.scores import declared
+from bnncli.evaluation.scores import all_scores
 from bnncli.evaluation.statistics import Row
 from bnncli.likelihoods import recorded_name
 from bnncli.names import percent, posterior_title
@@ -81,7 +81,7 @@ def shown_scores(rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = (DEF
 
 def score_title(metric: Mapping[str, Any]) -> str:
     """What a score is called in a table, without the choices that tell it from its like."""
-    return declared()[metric["name"]].title.format(**metric)
+    return all_scores()[metric["name"]].title.format(**metric)
 
 
 def _shown(row: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> dict[Form, Mapping[str, Any]]:
@@ -95,7 +95,7 @@ def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence
         return False
     if chosen:
         return metric["name"] in chosen
-    score = declared()[metric["name"]]
+    score = all_scores()[metric["name"]]
     if has_labels and score.shown_of_labels is not None:
         return all(metric.get(key) == value for key, value in score.shown_of_labels.items())
     return score.is_shown and all(metric.get(key) == value for key, value in score.usual.items())
@@ -103,14 +103,14 @@ def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence
 
 def _form(metric: Mapping[str, Any]) -> Form:
     """What a metric shares with its like in other rows: name, the other split, the choices that tell it from its forms."""
-    return metric["name"], metric.get("ood"), tuple(metric.get(key) for key in declared()[metric["name"]].told_by)
+    return metric["name"], metric.get("ood"), tuple(metric.get(key) for key in all_scores()[metric["name"]].told_by)
 
 
 def _columns(shown: Sequence[Mapping[Form, Any]]) -> list[Form]:
     """Every form there is, in the order of the scores; what is measured against another split stands together."""
     forms = list(dict.fromkeys(form for found in shown for form in found))
     others = list(dict.fromkeys(ood for _, ood, _ in forms))
-    rank = list(declared()).index
+    rank = list(all_scores()).index
     first = min((rank(name) for name, ood, _ in forms if ood is not None), default=0)
 
     def place(form: Form) -> tuple[int, int, int]:
@@ -151,7 +151,7 @@ def run_head(row: Mapping[str, Any]) -> list[str]:
 def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:
     if metric is None or metric["value"] is None:
         return "-"
-    digits = declared()[metric["name"]].digits
+    digits = all_scores()[metric["name"]].digits
     shown, ends = number_text(metric["value"], digits), metric.get("interval")
     if metric.get("floor") is not None:
         shown += f" (floor {number_text(metric['floor'], digits)})"
@@ -238,7 +238,7 @@ def _cells(row: TableRow, titles: Sequence[str], head: Head) -> list[list[str]]:
 
 def _score(metric: TableRow | None, k: int) -> str:
     value = None if metric is None else metric["per_class"][k]
-    return "-" if metric is None or value is None else number_text(value, declared()[metric["name"]].digits)
+    return "-" if metric is None or value is None else number_text(value, all_scores()[metric["name"]].digits)
 
 
 def legend(
@@ -257,7 +257,7 @@ def legend(
         if any("ood" in metric for row in rows for metric in row["metrics"]):
             whose = " (the same for all posteriors)" if [*detectors] == [DEFAULT_SCORE] else ""
             lines.append(f"detection by {', '.join(detectors)}{whose}")
-    scores = declared()
+    scores = all_scores()
     names = options.metric or [name for name, score in scores.items() if score.is_shown]
     metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
     if any("floor" in metric and "reference" not in metric for metric in metrics):
@@ -298,7 +298,7 @@ def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequenc
         for name in names:
             found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
             found = [m for m in found if m.get("score", detectors[0]) in detectors] or found
-            if declared()[name].is_of_rule:  # it says nothing of the split that it was calibrated on
+            if all_scores()[name].is_of_rule:  # it says nothing of the split that it was calibrated on
                 found = [m for row in rows for m in row["metrics"] if m["name"] == name] or found
             if all(m["value"] is None for m in found):
                 reason = found[0]["undefined"] if found else _why_absent(name, rows)
@@ -307,8 +307,8 @@ def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequenc
 
 def _why_absent(name: str, rows: Sequence[Row]) -> str:
     """Why no row has a score."""
-    score = declared()[name]
-    makers = (score, *([declared()[score.computed_by]] if score.computed_by else []))
+    score = all_scores()[name]
+    makers = (score, *([all_scores()[score.computed_by]] if score.computed_by else []))
     is_of_split = any(one.of_split is not None for one in makers)
     if is_of_split:
         has_labels = any(recorded_name(row) is not None for row in rows)

@@ -16,7 +16,7 @@ from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.run_folder import RunFolder
-from bnncli.data.labels import check_same_classes, matched_to
+from bnncli.data.labels import check_same_classes, match_classes
 from bnncli.data.pixels import Preprocess
 from bnncli.data.shift import Shift
 from bnncli.data.splits import InputSplit, Memory, hold_out, load_split, parse_split
@@ -110,7 +110,7 @@ def open_splits(
                 raise UsageError(f"{flag}: two splits are called {name!r}")
             split = load_split(spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name))
             split = replace(split.as_ood() if flag == "\0ood\0" else split, shift=shift)
-            splits[name] = matched_to(split, classes)
+            splits[name] = match_classes(split, classes)
     for text in options.hold_out:
         splits = hold_out(splits, text, seed=seed)
     found = sorted(splits.values(), key=lambda split: split.name != "train")

@@ -34,7 +34,7 @@ from bnncli.system.workers import Parts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.evaluation.recommendation import Scored
+    from bnncli.evaluation.recommendation import ScoredPredictive
 
 # Numbers that the activations of all passes have, while the draws of a network's weights are measured: two minutes or so on one core.
 _MOST_NUMBERS = {"cpu": 2**34, "cuda": 2**39}
@@ -105,7 +105,7 @@ def measure_on_val(
         others: further posteriors to compare with, and their integrators, by name (the base of a flow).
         prefer: the integrator to recommend, whose predictions the posterior was chosen for.
     """
-    from bnncli.evaluation.recommendation import score
+    from bnncli.evaluation.recommendation import score_predictive
 
     own = default_integrator_of(method, is_last_layer=val.is_last_layer)
     val = _measurable(run, posterior, val, own)
@@ -115,13 +115,13 @@ def measure_on_val(
     found, facts = {}, {}
     for name in (own, *(other for other in OTHER_INTEGRATORS if other != own and _supports(other, whole, val))):
         probs, facts[name] = _predicted(run, posterior, val, name)
-        found[name] = score(name, probs, labels)
+        found[name] = score_predictive(name, probs, labels)
     recommended = prefer or _best_integrator(found[own], list(found.values())[1:])
     integrator = recommended if follows_val(whole.type) else own
     references, network_facts = network_on_val(run, val)
     for key, (other_posterior, name) in (others or {}).items():
         probs, network_facts[key] = _predicted(run, other_posterior, val, name)
-        references[key] = score(key, probs, labels)
+        references[key] = score_predictive(key, probs, labels)
     if _supports("plug-in", whole, val):
         best = _at_best_temperature(run, posterior, val, "plug-in-temperature")
         if best is not None:
@@ -136,7 +136,9 @@ def measure_on_val(
     return compared | {"val_gain": shares}
 
 
-def _gain_shares(references: Mapping[str, Scored], center: Scored | None, average: Scored) -> dict[str, Any] | None:
+def _gain_shares(
+    references: Mapping[str, ScoredPredictive], center: ScoredPredictive | None, average: ScoredPredictive
+) -> dict[str, Any] | None:
     """What lowers the NLL from the network's to that of a posterior: one temperature, another head, and averaging over the posterior.
 
     Mean paired differences, nats an example, with their standard errors, which add up to the gain over the network. None without a network,
@@ -157,11 +159,11 @@ def _gain_shares(references: Mapping[str, Scored], center: Scored | None, averag
     return found
 
 
-def _best_integrator(own: Scored, others: Sequence[Scored]) -> str:
+def _best_integrator(own: ScoredPredictive, others: Sequence[ScoredPredictive]) -> str:
     """The name of a predictive: the first, or the best of those that predict significantly better."""
-    from bnncli.evaluation.recommendation import excesses
+    from bnncli.evaluation.recommendation import compare_losses
 
-    worse_than = [gap.reference for gap in excesses(own, others) if gap.is_worse]
+    worse_than = [gap.reference for gap in compare_losses(own, others) if gap.is_worse]
     return min((one for one in others if one.name in worse_than), key=lambda one: one.nll, default=own).name
 
 
@@ -200,16 +202,16 @@ def measure_probs_on_val(
         integrator, num_draws: what gave them.
         losses: (N,), held out, where something of them was fitted to val.
     """
-    from bnncli.evaluation.recommendation import score
+    from bnncli.evaluation.recommendation import score_predictive
 
     assert val.content.labels is not None
-    found = score(method, probs, val.content.labels, losses=losses)
+    found = score_predictive(method, probs, val.content.labels, losses=losses)
     references, facts = network_on_val(run, val)
     facts[method] = {"integrator": integrator, "samples": num_draws}
     return _comparison(found, references, others={}, facts=facts, integrator=integrator)
 
 
-def network_on_val(run: Run, val: Split) -> tuple[dict[str, Scored], dict[str, dict[str, Any]]]:
+def network_on_val(run: Run, val: Split) -> tuple[dict[str, ScoredPredictive], dict[str, dict[str, Any]]]:
     """The network as trained and at its best temperature (held out), where there is one, with what is told of each beside its scores."""
     from bnncli.posteriors.point import Point
 
@@ -225,17 +227,17 @@ def network_on_val(run: Run, val: Split) -> tuple[dict[str, Scored], dict[str, d
 
 
 def _comparison(
-    chosen: Scored,
-    references: Mapping[str, Scored],
+    chosen: ScoredPredictive,
+    references: Mapping[str, ScoredPredictive],
     *,
-    others: Mapping[str, Scored],
+    others: Mapping[str, ScoredPredictive],
     facts: Mapping[str, Mapping[str, Any]],
     integrator: str,
 ) -> dict[str, Any]:
     """What measure_on_val gives, of the scores. others: that are told of without being compared with."""
-    from bnncli.evaluation.recommendation import FALSE_ALARM, excesses
+    from bnncli.evaluation.recommendation import FALSE_ALARM, compare_losses
 
-    gaps = excesses(chosen, list(references.values()))
+    gaps = compare_losses(chosen, list(references.values()))
     told = {**references, **others, chosen.name: chosen}
     return {
         "val": {key: {**one.to_json(), **facts.get(key, {})} for key, one in told.items()},
@@ -405,12 +407,12 @@ def _to_scale(run: Run, base: str | None) -> str:
     return f"run {run.suggest('fit-temperature', base=base, name=f'{base}-temperature' if is_taken else None)}"
 
 
-def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, key: str) -> Scored:
+def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, key: str) -> ScoredPredictive:
     """A posterior by an integrator, as predict gives it, scored on val under a name."""
-    from bnncli.evaluation.recommendation import score
+    from bnncli.evaluation.recommendation import score_predictive
 
     assert val.content.labels is not None
-    return score(key, _predicted(run, posterior, val, integrator)[0], val.content.labels)
+    return score_predictive(key, _predicted(run, posterior, val, integrator)[0], val.content.labels)
 
 
 def predicted_on(run: Run, posterior: Any, split: Split, integrator: str) -> NDArray:
@@ -418,7 +420,7 @@ def predicted_on(run: Run, posterior: Any, split: Split, integrator: str) -> NDA
     return _predicted(run, posterior, split, integrator)[0]
 
 
-def temperature_on_val(run: Run, val: Split) -> Scored | None:
+def temperature_on_val(run: Run, val: Split) -> ScoredPredictive | None:
     """The network at the temperature that val prefers, by its losses held out; None where val sets no lower bound."""
     from bnncli.posteriors.point import Point
 
@@ -469,12 +471,14 @@ def logits_on_val(run: Run, posterior: Any, val: Split) -> Tensor:
     return val.logits(Point(posterior.center, posterior.layout), run.device)
 
 
-def _at_best_temperature(run: Run, posterior: Any, val: Split, key: str) -> tuple[Scored, dict[str, Any]] | None:
+def _at_best_temperature(
+    run: Run, posterior: Any, val: Split, key: str
+) -> tuple[ScoredPredictive, dict[str, Any]] | None:
     """The centre of a posterior divided by the temperature that val prefers, scored by its losses held out.
 
     None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
     """
-    from bnncli.evaluation.recommendation import score
+    from bnncli.evaluation.recommendation import score_predictive
     from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses
 
     assert val.content.labels is not None
@@ -486,4 +490,4 @@ def _at_best_temperature(run: Run, posterior: Any, val: Split, key: str) -> tupl
     losses = held_out_losses(data, fit).cpu().numpy()
     scaled = (block.double() / fit.temperature for _, block, _ in data.blocks())
     probs = torch.cat([likelihood.class_probabilities(block, dim=1).float().cpu() for block in scaled]).numpy()
-    return score(key, probs, val.content.labels, losses=losses), {"temperature": fit.temperature}
+    return score_predictive(key, probs, val.content.labels, losses=losses), {"temperature": fit.temperature}

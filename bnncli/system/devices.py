@@ -91,7 +91,7 @@ def configure_torch(*, threads: int | None, deterministic: bool) -> None:
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
+def keep_settings() -> Iterator[None]:
     """Restore torch's settings after the block, for processes that are not ours.
 
     Inside, the default dtype is float32 and the default device the CPU, autocast is off and no gradients are recorded.
@@ -111,7 +111,7 @@ def settings_kept() -> Iterator[None]:
 
 
 @contextmanager
-def random_numbers_kept() -> Iterator[None]:
+def keep_random_state() -> Iterator[None]:
     """Restore torch's random state after the block."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus):
@@ -246,7 +246,7 @@ class Speed(NamedTuple):
     elementwise: float
 
 
-def speed_of(device: torch.device | str, *, threads: int | None = None) -> Speed:
+def estimate_speed(device: torch.device | str, *, threads: int | None = None) -> Speed:
     """Estimate the speed of the device, to within a factor of about three.
 
     Args:

@@ -46,7 +46,7 @@ def open_regular(path: Path) -> Iterator[IO[bytes]]:
         os.close(descriptor)
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
         raise MissingInput(f"{shown} is {kind}, expected a file", code="not_a_file", path=path)
-    with open(descriptor, "rb") as stream, reading(path):
+    with open(descriptor, "rb") as stream, convert_read_errors(path):
         yield stream
 
 
@@ -96,7 +96,7 @@ def _behind(error: BaseException) -> BaseException | None:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def convert_read_errors(path: Path) -> Iterator[None]:
     """Raise errors of the operating system inside the block as read_error of `path`."""
     try:
         yield

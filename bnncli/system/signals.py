@@ -54,7 +54,7 @@ def forget_received() -> None:
 
 
 @contextlib.contextmanager
-def ending_at(deadline: float | None) -> Iterator[None]:
+def time_limit(deadline: float | None) -> Iterator[None]:
     """Make polling raise BudgetSpent inside the block once time.monotonic() is past the deadline; None for no limit."""
     global _deadline
     outer, _deadline = _deadline, deadline
@@ -70,7 +70,7 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     _received.append(signum)
 
 
-def has_come() -> bool:
+def is_interrupted() -> bool:
     """Return whether a signal has asked the command to stop."""
     return bool(_received)
 

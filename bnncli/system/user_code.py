@@ -27,7 +27,7 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 
 
 @contextmanager
-def running(what: str, *, but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def running_user_code(what: str, *, but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Run the user's code inside the block: whatever it raises is an error in `what`, not one of bnncli's.
 
     Args:

@@ -119,7 +119,7 @@ ENDING = 1.0  # seconds between the closing of a killed process's connections an
 
 
 @dataclass
-class LastWords:
+class ErrorBoard:
     """Errors that processes leave for the others before they end.
 
     Args:
@@ -208,10 +208,10 @@ class LastWords:
             self.store.set(_heard_key(self.rank), "heard")
             return error
         error = pickle.loads(word)
-        return of_worker(rank, error)
+        return name_worker(rank, error)
 
 
-def of_worker(rank: int, error: BnnError) -> BnnError:
+def name_worker(rank: int, error: BnnError) -> BnnError:
     """Add the number of the worker to its error."""
     error.message = f"worker {rank}: {error.message}"
     return error
@@ -371,7 +371,7 @@ _team: list[Team] = []
 _alone = [False]
 _beats: list[Heartbeats] = []
 STOPS: list[int] = []  # signals that asked this process to stop (signals.py), passed to the leader by heartbeats
-_words: list[LastWords] = []
+_words: list[ErrorBoard] = []
 _sent, _received = [0], [0]
 
 
@@ -389,7 +389,7 @@ def rank_and_size() -> tuple[int, int] | None:
     return (rank, size) if "MASTER_ADDR" in os.environ and 0 <= rank < size else None
 
 
-def join(team: Team, device: torch.device) -> None:
+def connect(team: Team, device: torch.device) -> None:
     """Connect to the other processes, if any. Raises DeviceError where they do not come."""
     if team.size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -399,19 +399,19 @@ def join(team: Team, device: torch.device) -> None:
             torch.distributed.init_process_group(
                 backend, store=store, rank=team.rank, world_size=team.size, timeout=patience
             )
-        _words[:] = [LastWords(store, team.rank, team.size)]
+        _words[:] = [ErrorBoard(store, team.rank, team.size)]
         _beats[:] = [Heartbeats(store, team.rank, team.size, leave_at_once, STOPS)]
         _beats[0].start()
     _team[:] = [team]
 
 
-def meet() -> None:
+def synchronise() -> None:
     """Wait for all processes. Raises what has ended one of them."""
     if _team:
         _team[0].gather(torch.zeros(1))
 
 
-def part(error: BnnError | None = None) -> None:
+def disconnect(error: BnnError | None = None) -> None:
     """Disconnect: whoever still waits for this process learns that it is gone, and which error ended it."""
     if _team and _team[0].size > 1:
         if error is not None and (_team[0].is_leader or error.code != LOST):
@@ -421,22 +421,22 @@ def part(error: BnnError | None = None) -> None:
             _words[0].wait_until_heard()
 
 
-def first_has_ended() -> bool:
+def leader_has_ended() -> bool:
     """Return whether the leader has ended with an error, or is gone."""
     return not _words or _words[0].first_has_ended()
 
 
-def heard() -> BnnError | None:
+def error_of_others() -> BnnError | None:
     """Return the error of another process, if known; see LastWords."""
     return _words[0].heard() if _words else None
 
 
-def killed(*, patience: float = 0.0) -> DeviceError | None:
+def find_killed_worker(*, patience: float = 0.0) -> DeviceError | None:
     """Return the error for a process that has ended, if known; see LastWords."""
     return _words[0].killed(patience=patience) if _words else None
 
 
-def leave() -> None:
+def leave_team() -> None:
     """Leave the team."""
     if _team and _team.pop().size > 1:
         _beats.pop().stop()
@@ -449,7 +449,7 @@ def team() -> Team | None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def working_alone() -> Iterator[None]:
     """Work alone inside the block, on this process's own share."""
     _alone[0], before = True, _alone[0]
     try:
@@ -458,7 +458,7 @@ def alone() -> Iterator[None]:
         _alone[0] = before
 
 
-def crew() -> Team | None:
+def worker_pool() -> Team | None:
     """Return the processes of a crew, whose leader runs the command and asks the others; None where there is none."""
     return _team[0] if _team and not _team[0].is_in_step else None
 
@@ -491,17 +491,17 @@ class _speaking:
 
 def _lost() -> BnnError:
     """Return why a conversation has ended: the error another process left, else which one has ended, else that one has."""
-    if (told := heard()) is not None:
+    if (told := error_of_others()) is not None:
         return told
     mine = _team[0].rank if _team else os.environ.get("RANK")
     lost = DeviceError(f"worker {mine} lost contact with the other workers: one of them has stopped", code=LOST)
-    return killed(patience=ENDING) or lost
+    return find_killed_worker(patience=ENDING) or lost
 
 
 Kind = TypeVar("Kind", bound="np.generic")
 
 
-def brought_to_leader(own: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]] | None:
+def gather_at_leader(own: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]] | None:
     """Gather the parts of all processes on the leader, in the order of ranks; None on the others.
 
     Args:

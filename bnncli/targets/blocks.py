@@ -100,9 +100,9 @@ class FeatureBlocks:
         if (others := team()) is None or not len(self.features):
             return sum_of(everything)
         rows = shard_rows(everything.stop, others.num_shards)
-        own = summed((shard, sum_of(rows[shard])) for shard in others.share(len(rows)))
+        own = sum_shards((shard, sum_of(rows[shard])) for shard in others.share(len(rows)))
         shape_of = own.nodes[0][2] if own.nodes else sum_of(slice(0, 1))
-        return gathered(own, shape_of, len(rows), others)
+        return gather_sums(own, shape_of, len(rows), others)
 
     def map(
         self, work: Work, *, columns: int, dtype: torch.dtype, within: slice | None = None
@@ -271,7 +271,7 @@ def node_places(shards: range) -> list[tuple[int, int]]:
     return [(level, place) for level, place, _ in tree.nodes]
 
 
-def summed(shards: Iterable[tuple[int, Sums]]) -> TreeSum:
+def sum_shards(shards: Iterable[tuple[int, Sums]]) -> TreeSum:
     """Combine the numbered sums of shards into a tree, from the left."""
     tree = TreeSum()
     for shard, sums in shards:
@@ -279,7 +279,7 @@ def summed(shards: Iterable[tuple[int, Sums]]) -> TreeSum:
     return tree
 
 
-def gathered(own: TreeSum, shape_of: Sums, num_shards: int, team: Team) -> Sums:
+def gather_sums(own: TreeSum, shape_of: Sums, num_shards: int, team: Team) -> Sums:
     """Return the sum over all shards, the same on every worker.
 
     Args:

@@ -129,13 +129,13 @@ def unpack_symmetric(packed: Tensor, places: Tensor) -> Tensor:
 def pack_quadratic_form(matrices: Tensor) -> Tensor:
     """Return coefficients (..., T) whose product with packed_products is x^T M x, for M (..., F, F)."""
     size = matrices.shape[-1]
-    places, is_twice = packed_places(size, matrices.device)
+    places, is_twice = packed_positions(size, matrices.device)
     out = matrices.new_empty(*matrices.shape[:-2], _num_packed(size))
     out[..., places] = torch.where(is_twice, matrices, matrices + matrices.mT)
     return out
 
 
-def packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def packed_positions(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the position of x_i x_j among the packed products, (F, F), and which are stored twice (within a panel), (F, F)."""
     height, rows = _panel_rows(size), torch.arange(size, device=device)
     panel = rows // height

@@ -24,7 +24,7 @@ from bnncli.targets.target import (
     Curvature,
     check_labels,
     count_passes,
-    counting_products,
+    count_products,
     label_shape,
     rough_structure,
     value_with_gradient,
@@ -154,12 +154,12 @@ _KEPT_SHARE = 8  # one part in this many of a GPU's total memory, since its own 
 _EARLY_SHARE = 32  # the same, if cached besides computed factors
 
 
-def is_kept(num_bytes: int, device: torch.device, *, share: int = _KEPT_SHARE) -> bool:
+def fits_cache(num_bytes: int, device: torch.device, *, share: int = _KEPT_SHARE) -> bool:
     """Return whether data that could be recomputed is small enough to cache on the device (on a GPU, 1 / `share` of its memory)."""
     return num_bytes <= (_KEPT_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[1] // share)
 
 
-class KeptProbabilities:
+class ProbabilityCache:
     """Cache of the probabilities (K, N) at the last evaluated theta (P,), while requested; in a team, of this worker's rows."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class KeptProbabilities:
         """Return the buffer that an evaluation at theta (1, P) should fill; None if not requested or too large."""
         self._theta = self._values = None
         size, device = shape[0] * shape[1] * dtype.itemsize, theta.device
-        if not self._is_asked or len(theta) != 1 or not is_kept(size, device, share=_EARLY_SHARE):
+        if not self._is_asked or len(theta) != 1 or not fits_cache(size, device, share=_EARLY_SHARE):
             return None
         with contextlib.suppress(torch.OutOfMemoryError):
             self._values = torch.empty(shape, dtype=dtype, device=device)
@@ -266,7 +266,7 @@ class LastLayerTarget:
     layout: HeadLayout
     prior: Prior
     likelihood_scale: float = 1.0
-    _kept: KeptProbabilities = field(default_factory=KeptProbabilities, init=False, repr=False, compare=False)
+    _kept: ProbabilityCache = field(default_factory=ProbabilityCache, init=False, repr=False, compare=False)
     is_concave: ClassVar[bool] = True
     is_capturable: ClassVar[bool] = True
 
@@ -406,7 +406,7 @@ class LastLayerTarget:
         def multiply(vectors: Tensor) -> Tensor:
             return self._multiply_hessian(probabilities, vectors.to(self.device, self.dtype), product)
 
-        return counting_products(multiply)
+        return count_products(multiply)
 
     def curvature(self, structure: str) -> Curvature:
         """Return the `curvature` of this name. Raises UsageError if there is none."""
@@ -444,7 +444,7 @@ class LastLayerTarget:
     def _kept_probabilities(self, theta: Tensor) -> Tensor | None:
         """Return the probabilities (K, N) under theta (P,); None if too large to cache, or out of memory."""
         size = self.layout.num_outputs * self.num_examples * self.dtype.itemsize
-        if not is_kept(size, self.device):
+        if not fits_cache(size, self.device):
             return None
         with contextlib.suppress(torch.OutOfMemoryError):
             return self.probabilities(theta)

@@ -23,7 +23,7 @@ from bnncli.targets.target import (
     Curvature,
     check_labels,
     count_passes,
-    counting_products,
+    count_products,
     label_shape,
     value_with_gradient,
 )
@@ -77,7 +77,7 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
                 found -= torch.autograd.grad(gradient, leaf, vector, retain_graph=True)[0].double()
         return total * target.likelihood_scale - target.prior.curvature_times(vectors.double(), target.layout)
 
-    return counting_products(multiply)
+    return count_products(multiply)
 
 
 _COPIES = 3  # of the numbers in a draw of logits while it is computed
@@ -208,7 +208,7 @@ class NetworkTarget:
                 total += self._ggn_product(theta, vectors, rows).double()
             return total * self.likelihood_scale
 
-        return counting_products(multiply)
+        return count_products(multiply)
 
     def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """Return a function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""

@@ -46,7 +46,7 @@ PRODUCT_PASSES = 2.0  # per product with the Hessian: forward and back
 
 
 @dataclass
-class Tally:
+class PassCount:
     """A count of passes.
 
     Args:
@@ -56,17 +56,17 @@ class Tally:
     passes: float = 0.0
 
 
-_ASKING: ContextVar[Tally | None] = ContextVar("gradient passes", default=None)
+_ASKING: ContextVar[PassCount | None] = ContextVar("gradient passes", default=None)
 
 
 @contextmanager
-def counted_passes(share: float = 1.0) -> Iterator[Tally]:
+def counting_passes(share: float = 1.0) -> Iterator[PassCount]:
     """Count passes within this context; nested counts also add to the outer one.
 
     Args:
         share: of the examples that are read within; scales what the outer count gets.
     """
-    outer, own = _ASKING.get(), Tally()
+    outer, own = _ASKING.get(), PassCount()
     token = _ASKING.set(own)
     try:
         yield own
@@ -83,7 +83,7 @@ def count_passes(passes: float) -> None:
         tally.passes += passes
 
 
-def counting_products(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def count_products(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return the product of a Hessian with vectors (M, P), with counting."""
 
     def counted(vectors: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from bnncli.targets.last_layer import (
     MinibatchTarget,
     block_logits,
     draw_blocks,
-    is_kept,
+    fits_cache,
     multiply_in,
     weighted_feature_sums,
 )
@@ -223,7 +223,7 @@ def _logits(block: Tensor, theta: Tensor, target: LastLayerTarget) -> Tensor:
 def _kept_logits(target: LastLayerTarget, theta: Tensor) -> Tensor | None:
     """Return logits (K, N) under theta (P,); None if too large to cache, or out of memory."""
     outputs = target.layout.num_outputs
-    if not is_kept(4 * outputs * target.num_examples, target.device):
+    if not fits_cache(4 * outputs * target.num_examples, target.device):
         return None
     with contextlib.suppress(torch.OutOfMemoryError):
         parts = target.blocks.map(

@@ -29,7 +29,7 @@ ANNEALING_SHARE = 0.15  # of the steps so far: duration of the final decay after
 
 
 @dataclass
-class Course:
+class LearningRateSchedule:
     """The schedule of one training, as planned and as it turned out.
 
     Args:
@@ -504,7 +504,7 @@ Save = Callable[[State, bool], None]
 
 def train(
     learner: Learner,
-    course: Course,
+    course: LearningRateSchedule,
     *,
     what: str,
     state: State | None = None,
@@ -543,7 +543,7 @@ def train(
     learner.optimizer.zero_grad()  # gradients are in the memory of the graph, which is freed
 
 
-def step_rates(learner: Learner, course: Course, epoch: int) -> list[Rates]:
+def step_rates(learner: Learner, course: LearningRateSchedule, epoch: int) -> list[Rates]:
     """Return the learning rates of every step of an epoch."""
     first = epoch * course.num_batches
     groups = learner.rates(epoch)
@@ -553,7 +553,7 @@ def step_rates(learner: Learner, course: Course, epoch: int) -> list[Rates]:
 class _Training:
     """A learner, its schedule and its steps: everything in a state."""
 
-    def __init__(self, learner: Learner, course: Course, steps: Steps) -> None:
+    def __init__(self, learner: Learner, course: LearningRateSchedule, steps: Steps) -> None:
         self.learner, self.course, self.steps = learner, course, steps
 
     def run_round(self, task: Task) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOST = "worker_lost"  # code of the error that ends a worker without one of its own
 
 
-class Stored(NamedTuple):
+class StoredStates(NamedTuple):
     """Stored states, for resuming.
 
     Args:
@@ -45,7 +45,7 @@ def share_out(
     what: str,
     num_steps: int,
     progress: Progress,
-    stored: Stored | None = None,
+    stored: StoredStates | None = None,
 ) -> list[dict[str, Tensor]]:
     """Return the result of each training, in order, on the CPU, the same on every worker.
 
@@ -65,12 +65,12 @@ def share_out(
     own: dict[str, Tensor] = {}
     try:
         for number in team.share(len(labels)):
-            own |= numbered({number: work(number, Seat(meetings, number, labels[number]))})
+            own |= number_tensors({number: work(number, Seat(meetings, number, labels[number]))})
         while not meetings.meet(is_done=True):
             pass
     except (BnnError, OSError, MemoryError, RuntimeError) as error:
         meetings.fail(error)
-    found = by_number(*team.gather_named(own))
+    found = split_by_number(*team.gather_named(own))
     meetings.pass_warnings_on()
     return [found[number] for number in range(len(labels))]
 
@@ -113,7 +113,7 @@ class _Meetings:
         states: of this worker's trainings begun so far.
     """
 
-    def __init__(self, team: Team, task: Task, *, warn: Callable[[str], None], stored: Stored | None) -> None:
+    def __init__(self, team: Team, task: Task, *, warn: Callable[[str], None], stored: StoredStates | None) -> None:
         self._team, self._task, self._warn, self._stored = team, task, warn, stored
         self.states: dict[int, State] = {} if stored is None else stored.states
         self._num_unsaid = 0  # steps since the last meeting
@@ -166,9 +166,9 @@ class _Meetings:
     def _store(self) -> None:
         if self._stored is None:
             return
-        given = self._team.gather_named(numbered(self.states), to_all=False)
+        given = self._team.gather_named(number_tensors(self.states), to_all=False)
         if any(given):
-            self._stored.store(by_number(*given))
+            self._stored.store(split_by_number(*given))
 
     def pass_warnings_on(self) -> None:
         """Collect the warnings of all workers; the first shows each once."""
@@ -177,12 +177,12 @@ class _Meetings:
                 self._warn(text)
 
 
-def numbered(trainings: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def number_tensors(trainings: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of several trainings under numbered names."""
     return {f"{number}/{name}": tensor for number, one in trainings.items() for name, tensor in one.items()}
 
 
-def by_number(*parts: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+def split_by_number(*parts: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """Invert `numbered`, for one or several of its results."""
     found: dict[int, dict[str, Tensor]] = {}
     for part in parts:

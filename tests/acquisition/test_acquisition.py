@@ -13,7 +13,7 @@ from scipy.stats import entropy
 from torch import Tensor
 
 from bnncli.errors import UsageError
-from bnncli.evaluation.acquisition import SCORES, batch_bald, highest
+from bnncli.evaluation.acquisition import SCORES, batch_bald, highest_scores
 
 
 def make_probs(draws: int, rows: int, classes: int, *, seed: int = 0, scale: float = 2.0) -> Tensor:
@@ -45,7 +45,7 @@ def test_entropy_margin_and_bald_by_hand() -> None:
 
 
 def test_the_highest_come_first_and_of_equal_ones_the_first_row() -> None:
-    assert highest(np.array([0.1, 0.5, 0.3, 0.5]), 3).tolist() == [1, 3, 2]
+    assert highest_scores(np.array([0.1, 0.5, 0.3, 0.5]), 3).tolist() == [1, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_copies_of_one_example_are_not_chosen_together() -> None:
         [probs[:, best : best + 1].expand(-1, 5, -1), probs[:, [n for n in range(10) if n != best]]], dim=1
     )
     rows = batch_bald(copied, 3, generator=seeded()).rows.tolist()
-    by_bald = highest(np.array([single(copied, (n,)) for n in range(14)]), 3).tolist()
+    by_bald = highest_scores(np.array([single(copied, (n,)) for n in range(14)]), 3).tolist()
     assert set(by_bald) <= set(range(5))
     assert len(set(rows) & set(range(5))) < 3
 

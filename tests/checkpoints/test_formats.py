@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
-from bnncli.models.architectures import load_network
+from bnncli.models.build import load_network
 from bnncli.models.checkpoint_files import STAND_INS, Array, NumberType, number
-from bnncli.models.checkpoints import load_checkpoint, load_whole, states_in
+from bnncli.models.checkpoints import find_states, load_checkpoint, load_whole
 from bnncli.models.recognition import guess, possible_heads
 from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics.digests import tensor_digest
@@ -76,7 +76,7 @@ def test_all_states_are_listed_and_nothing_else() -> None:
         "epoch": 3, "state_dict": INSIDE, "swa": MEAN, "optimizer_states": [{"state": {0: RAW}}], "optim": {"a": RAW},
         "callbacks": {"best": {"a.ckpt": torch.tensor(0.5)}, "stop": {"wait": 1, "score": torch.ones(1)}},
     }  # fmt: skip
-    assert [tuple(one) for one in states_in(saved)] == [
+    assert [tuple(one) for one in find_states(saved)] == [
         ("state_dict", 5, False),
         ("state_dict.ema_model.module", 2, True),
         ("swa", 2, True),
@@ -84,7 +84,7 @@ def test_all_states_are_listed_and_nothing_else() -> None:
 
 
 def test_words_that_hold_those_of_averages_are_none() -> None:
-    assert [one.is_averaged for one in states_in({"semantic_head": RAW, "schema": MEAN})] == [False, False]
+    assert [one.is_averaged for one in find_states({"semantic_head": RAW, "schema": MEAN})] == [False, False]
 
 
 def test_a_state_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data.arrow_files import BlockTable, ParquetBlocks, names_of_features
+from bnncli.data.arrow_files import BlockTable, ParquetBlocks, feature_class_names
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit, load_split
-from bnncli.data.tables import numbers_of, zeros_and_ones
+from bnncli.data.tables import indicator_matrix, read_numbers
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries]
@@ -255,13 +255,13 @@ LISTED = {
 
 @pytest.mark.parametrize("form", LISTED)
 def test_lists_of_classes_have_their_names(form: str) -> None:
-    assert names_of_features({"labels": LISTED[form], "text": FEATURES["text"]}) == {"labels": tuple(NAMES)}
+    assert feature_class_names({"labels": LISTED[form], "text": FEATURES["text"]}) == {"labels": tuple(NAMES)}
 
 
 def test_lists_of_classes_are_zeros_and_ones() -> None:
-    assert zeros_and_ones([[0, 2], [], [1]], 3, "a").tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert indicator_matrix([[0, 2], [], [1]], 3, "a").tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     with pytest.raises(DataError, match="a: row 1 has class 3, but there are only 3 classes"):
-        zeros_and_ones([[0], [3]], 3, "a")
+        indicator_matrix([[0], [3]], 3, "a")
 
 
 def test_a_column_of_lists_of_classes_is_several_labels(tmp_path: Path) -> None:
@@ -408,9 +408,9 @@ def test_numbers_at_once_are_those_of_single_rows(tmp_path: Path, case: str, mon
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
     found = BlockTable(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
     assert (found.numbers(list(columns)) is not None) == (case in PLAIN)
-    fast = numbers_of(found, list(columns), 3, "here")
+    fast = read_numbers(found, list(columns), 3, "here")
     monkeypatch.setattr(found, "numbers", lambda names: None)
-    slow = numbers_of(found, list(columns), 3, "here")
+    slow = read_numbers(found, list(columns), 3, "here")
     assert fast.shape == slow.shape
     assert np.array_equal(fast, slow, equal_nan=True)
     assert np.array_equal(np.signbit(fast), np.signbit(slow))
@@ -425,7 +425,7 @@ def test_lists_of_several_lengths_and_other_cells_are_told_with_their_row(tmp_pa
         pq.write_table(pa.table({"c": values}), tmp_path / "a.parquet")
         found = BlockTable(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
         with pytest.raises(DataError, match=f"here: {message}"):
-            numbers_of(found, ["c"], 3, "here")
+            read_numbers(found, ["c"], 3, "here")
 
 
 def test_values_are_those_of_the_library(tmp_path: Path) -> None:

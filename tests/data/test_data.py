@@ -22,16 +22,10 @@ import torch
 from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from bnncli.data import (
-    InputSplit,
-    Preprocess,
-    hold_out,
-    hold_out_rows,
-    load_split,
-    matched_to,
-    parse_split,
-    read_feature_arrays,
-)
+from bnncli.data.arrays import read_feature_arrays
+from bnncli.data.labels import match_classes
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, hold_out, hold_out_rows, load_split, parse_split
 from bnncli.errors import BnnError, DataError, DeviceError, MissingInput, Untrusted, UsageError
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries]
@@ -656,7 +650,7 @@ MATCHES = {
 @pytest.mark.parametrize("names", MATCHES)
 def test_labels_are_matched_by_name(tmp_path: Path, names: tuple[str, ...]) -> None:
     classes, expected = MATCHES[names]
-    split = matched_to(split_of(tmp_path, *names), classes)
+    split = match_classes(split_of(tmp_path, *names), classes)
     assert class_labels(split) == expected
     assert split.classes == classes
     assert class_labels(split.take(np.array([1]))) == expected[1:2]
@@ -664,21 +658,21 @@ def test_labels_are_matched_by_name(tmp_path: Path, names: tuple[str, ...]) -> N
 
 def test_whole_numbers_are_the_models_own(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), y=[2, 0, 1])
-    split = matched_to(load_split(f"npz:{tmp_path / 'a.npz'}"), ("a", "b", "c"))
+    split = match_classes(load_split(f"npz:{tmp_path / 'a.npz'}"), ("a", "b", "c"))
     assert class_labels(split) == [2, 0, 1]
     assert split.classes == ("a", "b", "c")
 
 
 def test_a_model_that_names_no_classes_leaves_the_datas(tmp_path: Path) -> None:
     split = split_of(tmp_path, "cat", "dog")
-    assert matched_to(split, None) is split
+    assert match_classes(split, None) is split
 
 
 @pytest.mark.parametrize(("names", "expected"), [(("0", "10", "2"), [0, 2, 10]), (("1", "0010"), [1, 10])])
 def test_folders_that_are_numbers_are_these_numbers(
     tmp_path: Path, names: tuple[str, ...], expected: list[int]
 ) -> None:
-    split = matched_to(split_of(tmp_path, *names), None)
+    split = match_classes(split_of(tmp_path, *names), None)
     assert class_labels(split) == expected
     assert split.classes is None
 
@@ -690,12 +684,12 @@ def test_folders_that_are_no_numbers_of_classes_are_refused(
     tmp_path: Path, names: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        matched_to(split_of(tmp_path, *names), None)
+        match_classes(split_of(tmp_path, *names), None)
 
 
 def test_other_classes_are_no_error_where_they_are_out_of_distribution(tmp_path: Path) -> None:
     split = split_of(tmp_path, "bird", "fish").as_ood()
-    assert matched_to(split, ("cat", "dog")) is split
+    assert match_classes(split, ("cat", "dog")) is split
 
 
 MISMATCHES = {
@@ -712,5 +706,5 @@ def test_classes_that_the_model_does_not_have_are_refused_with_both_lists(
 ) -> None:
     classes, message = MISMATCHES[names]
     with pytest.raises(DataError, match=message) as caught:
-        matched_to(split_of(tmp_path, *names), classes)
+        match_classes(split_of(tmp_path, *names), classes)
     assert caught.value.code == "class_mismatch"

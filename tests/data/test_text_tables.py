@@ -18,11 +18,13 @@ import pytest
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data import InputSplit, Preprocess, hold_out, load_split, matched_to
 from bnncli.data import delimited as _lines
 from bnncli.data.delimited import DelimitedTable, plain_text
-from bnncli.data.tables import labels_of as numbers_of_labels
-from bnncli.data.tables import numbers_of
+from bnncli.data.labels import match_classes
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, hold_out, load_split
+from bnncli.data.tables import convert_labels as numbers_of_labels
+from bnncli.data.tables import read_numbers
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries]
@@ -250,7 +252,7 @@ def test_columns_of_zeros_and_ones_are_several_labels(tmp_path: Path) -> None:
     split = load(f"csv:{path}:text=text,label=rude+toxic+threat")
     assert split.classes == ("rude", "toxic", "threat")
     assert np.array_equal(labels_matrix(split), SEVERAL)
-    by_name = matched_to(split, ("Threat", "rude", "toxic"))
+    by_name = match_classes(split, ("Threat", "rude", "toxic"))
     assert np.array_equal(labels_matrix(by_name), np.array(SEVERAL)[:, [2, 0, 1]])
 
 
@@ -286,7 +288,7 @@ def test_one_of_several_labels_that_is_neither_there_nor_not_is_told(tmp_path: P
 
 def test_labels_that_the_data_lack_and_columns_named_twice_are_told(tmp_path: Path) -> None:
     split = load(table_of_labels(tmp_path / "a.csv", [0, 1]))
-    split = matched_to(split, ("rude", "spam", "toxic"))
+    split = match_classes(split, ("rude", "spam", "toxic"))
     with pytest.raises(DataError, match="the labels 'rude', 'toxic'; the model has 'rude', 'spam', 'toxic'"):
         _ = split.labels
     with pytest.raises(UsageError, match="label= names column 'rude' twice"):
@@ -490,7 +492,7 @@ def table_of(path: Path, text: str | bytes) -> DelimitedTable:
 
 
 def read(table: DelimitedTable, names: Sequence[str]) -> np.ndarray:
-    return numbers_of(table, names, table.values([])[0], "'t.csv'")
+    return read_numbers(table, names, table.values([])[0], "'t.csv'")
 
 
 def bits(values: object) -> list[int]:

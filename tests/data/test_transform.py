@@ -12,7 +12,9 @@ import torch
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data import Augmentation, Batch, InputSplit, Preprocess, Shift, load_split
+from bnncli.data.pixels import Augmentation, Preprocess
+from bnncli.data.shift import Shift
+from bnncli.data.splits import Batch, InputSplit, load_split
 from bnncli.errors import BnnError, DataError, UsageError
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries]

@@ -27,11 +27,11 @@ from bnncli.evaluation.decisions import (
     fit_acceptance,
     fit_outliers,
     fit_thresholds,
+    kolmogorov_smirnov_distance,
     label_ranks,
-    largest_gap,
-    least_accepted,
-    least_for_coverage,
-    least_for_rate,
+    min_accepted,
+    min_scores_for_coverage,
+    min_scores_for_rate,
     set_scores,
 )
 
@@ -68,10 +68,10 @@ def test_ranks_with_a_confidence_are_quantiles_of_the_beta_law(level: float) -> 
 @pytest.mark.parametrize("confidence", [None, 0.5, 0.9, 0.95, 0.999])
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_least_number_is_the_first_that_has_a_rank(level: float, confidence: float | None) -> None:
-    least = least_for_coverage(level, confidence)
+    least = min_scores_for_coverage(level, confidence)
     assert covering_rank(least, level, confidence) is not None
     assert covering_rank(least - 1, level, confidence) is None
-    least = least_for_rate(round(1 - level, 2), confidence)
+    least = min_scores_for_rate(round(1 - level, 2), confidence)
     assert excluding_rank(least, round(1 - level, 2), confidence) is not None
     assert excluding_rank(least - 1, round(1 - level, 2), confidence) is None
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_shown_accepts_nothing() -> None:
 
 
 def test_the_least_number_is_the_first_that_can_show_it() -> None:
-    least = least_accepted(0.02, 0.95)
+    least = min_accepted(0.02, 0.95)
     accepted = [fit_acceptance(np.ones(count), np.ones(count), 0.02, 0.95).most_doubt for count in (least - 1, least)]
     assert accepted[0] is None or accepted[0] < 1  # levels are handed on from stricter thresholds
     assert accepted[1] == 1.0
@@ -311,7 +311,7 @@ def test_the_worst_class_is_that_of_least_coverage_among_those_that_are_there() 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 6), (4, 4), (3, 7), (6, 5), (8, 2)])
 def test_p_values_are_the_share_of_all_orders(n: int, m: int) -> None:
     orders = [np.isin(np.arange(n + m), chosen) for chosen in combinations(range(n + m), n)]
-    gaps = np.array([largest_gap(np.flatnonzero(one), np.flatnonzero(~one)) for one in orders])
+    gaps = np.array([kolmogorov_smirnov_distance(np.flatnonzero(one), np.flatnonzero(~one)) for one in orders])
     for gap in np.unique(gaps):
         assert distance_p_value(int(gap), n, m) == pytest.approx(np.mean(gaps >= gap), abs=1e-12)
 
@@ -322,8 +322,8 @@ def test_p_values_are_those_of_scipy(n: int, m: int) -> None:
     for by in (0.0, 0.1, 0.2):
         one, other = generator.normal(size=n), generator.normal(by, size=m)
         expected = stats.ks_2samp(one, other, method="exact")
-        assert largest_gap(one, other) / (n * m) == pytest.approx(expected.statistic, abs=1e-12)
-        found = distance_p_value(largest_gap(one, other), n, m)
+        assert kolmogorov_smirnov_distance(one, other) / (n * m) == pytest.approx(expected.statistic, abs=1e-12)
+        found = distance_p_value(kolmogorov_smirnov_distance(one, other), n, m)
         assert found == pytest.approx(max(expected.pvalue, SMALLEST_P), abs=1e-9)
 
 

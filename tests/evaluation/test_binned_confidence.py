@@ -10,20 +10,20 @@ from bnncli.evaluation.convergence import convergence, parameter_statistics
 from bnncli.evaluation.curves import (
     BAND,
     MOST_POINTS,
-    apart,
     bin_confidence,
     block_means,
-    density,
-    grid_of,
+    density_grid,
+    estimate_density,
     histogram,
+    quantile_indices,
     rank_band,
     rank_counts,
     reliability_curve,
     risk_coverage_curve,
     roc_curve,
-    spread_over,
+    standardised_distances,
 )
-from bnncli.evaluation.statistics import BLOCK_VALUES, examples_of
+from bnncli.evaluation.statistics import BLOCK_VALUES, compute_example_statistics
 
 
 def predictions(num_examples: int, seed: int, sharpness: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +40,7 @@ def many() -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_reliability_is_that_of_all_examples(many: tuple[np.ndarray, np.ndarray]) -> None:
-    expected, found = reliability_curve(examples_of(*many)), bin_confidence(*many).reliability()
+    expected, found = reliability_curve(compute_example_statistics(*many)), bin_confidence(*many).reliability()
     assert found is not None
     assert (found["edges"], found["count"]) == (expected["edges"], expected["count"])
     for name in ("confidence", "accuracy"):
@@ -110,22 +110,24 @@ def test_nothing_and_no_labels_have_no_curves() -> None:
 
 def test_the_density_of_normal_draws_is_normal() -> None:
     draws, grid = np.random.default_rng(0).normal(1, 2, size=20_000), np.linspace(-5, 7, 41)
-    found = density(draws, grid)
+    found = estimate_density(draws, grid)
     assert found is not None
     np.testing.assert_allclose(found, stats.norm(1, 2).pdf(grid), atol=0.012)
     width = 0.9 * min(draws.std(ddof=1), stats.iqr(draws) / 1.34) * len(draws) ** -0.2
     np.testing.assert_allclose(found, stats.gaussian_kde(draws, width / draws.std(ddof=1))(grid), rtol=1e-8)
-    assert density(np.full(50, 3.0), grid) is None
+    assert estimate_density(np.full(50, 3.0), grid) is None
 
 
 def test_weights_are_chosen_by_how_far_posteriors_lie_apart() -> None:
     rng = np.random.default_rng(0)
     reference = rng.normal(size=(400, 5)).astype(np.float32)
-    sizes = apart(reference, {"a": reference + np.array([0, 1, 0, 3, 0]), "b": reference + np.array([0, 0, 2, 0, 0])})
+    sizes = standardised_distances(
+        reference, {"a": reference + np.array([0, 1, 0, 3, 0]), "b": reference + np.array([0, 0, 2, 0, 0])}
+    )
     assert np.argsort(sizes)[-3:].tolist() == [1, 2, 3]
-    assert spread_over(sizes, (1.0, 0.75, 0.5)) == [3, 2, 1]
-    assert spread_over(sizes[:1], (1.0, 0.5)) == [0]
-    grid = grid_of([reference[:, 0], reference[:, 0] + 9], 11)
+    assert quantile_indices(sizes, (1.0, 0.75, 0.5)) == [3, 2, 1]
+    assert quantile_indices(sizes[:1], (1.0, 0.5)) == [0]
+    grid = density_grid([reference[:, 0], reference[:, 0] + 9], 11)
     assert grid[0] < -3
     assert grid[-1] > 12
 

@@ -14,11 +14,11 @@ from bnncli.evaluation.calibration import (
     calibration_scores,
     class_bins,
     class_wise_scores,
-    drawn_gaps,
+    draw_gaps,
     largest_gap,
-    shrunk,
+    shrink_gaps,
 )
-from bnncli.evaluation.statistics import Row, ScoreGroup, examples_of, score_rows
+from bnncli.evaluation.statistics import Row, ScoreGroup, compute_example_statistics, score_rows
 
 FORMS = [("equal-width", "l1"), ("equal-mass", "l1"), ("equal-mass", "l2"), ("published", "l1"), ("class-wise", "l1")]
 
@@ -33,7 +33,7 @@ def world(
 
 
 def groups_of(probs: NDArray, labels: NDArray) -> list[ScoreGroup]:
-    return [*calibration_scores(examples_of(probs, labels)), class_wise_scores(probs, labels)]
+    return [*calibration_scores(compute_example_statistics(probs, labels)), class_wise_scores(probs, labels)]
 
 
 def rows_of(probs: NDArray, labels: NDArray, *, bootstrap: Bootstrap | None = None) -> dict[tuple[str, str], Row]:
@@ -61,7 +61,7 @@ def exact_distribution(probabilities: NDArray) -> NDArray:
 def test_draws_of_a_bin_are_distributed_as_events_of_its_probabilities(low: float, high: float) -> None:
     stated = np.random.default_rng(0).uniform(low, high, 40)
     sums = [np.array([v]) for v in (40.0, stated.sum(), (stated**2).sum(), 0.0)]
-    gaps = drawn_gaps(*sums, generator=np.random.default_rng(1))
+    gaps = draw_gaps(*sums, generator=np.random.default_rng(1))
     found = np.round(stated.sum() - gaps.calibrated[:, 0]).astype(int)
     pmf = exact_distribution(stated)
     expected = np.arange(41) @ pmf
@@ -206,8 +206,8 @@ def test_floors_are_there_without_a_bootstrap_and_repeat_with_the_seed() -> None
 def test_many_bins_get_fewer_draws() -> None:
     for num_bins, num_draws in ((500, 200), (100, 655)):
         bins = [np.full(num_bins, value) for value in (4.0, 2.0, 1.0, 1.0)]
-        assert len(drawn_gaps(*bins, generator=np.random.default_rng(0)).noise) == num_draws
+        assert len(draw_gaps(*bins, generator=np.random.default_rng(0)).noise) == num_draws
 
 
 def test_gaps_are_shrunk_towards_zero_and_not_beyond() -> None:
-    assert shrunk(np.array([0.3, -0.3, 0.1]), np.array([0.2, 0.1, 0.2])) == pytest.approx([0.1, -0.2, 0.0])
+    assert shrink_gaps(np.array([0.3, -0.3, 0.1]), np.array([0.2, 0.1, 0.2])) == pytest.approx([0.1, -0.2, 0.0])

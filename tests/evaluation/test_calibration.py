@@ -21,19 +21,19 @@ from bnncli.evaluation.class_scores import decomposition_scores
 from bnncli.evaluation.recommendation import (
     FALSE_ALARM,
     WORSE_SHARE,
-    Relabelled,
-    Scored,
-    excesses,
+    RelabelledDifferences,
+    ScoredPredictive,
+    compare_losses,
     loss_interval,
     mean_interval,
     p_value,
-    score,
+    score_predictive,
 )
-from bnncli.evaluation.statistics import ExampleStatistics, Row, examples_of, score_rows
+from bnncli.evaluation.statistics import ExampleStatistics, Row, compute_example_statistics, score_rows
 
 
 def rows_of(probs: NDArray, labels: NDArray, *, num_bins: int = 15, bootstrap: Bootstrap | None = None) -> list[Row]:
-    scores = [*calibration_scores(examples_of(probs, labels), num_bins=num_bins)]
+    scores = [*calibration_scores(compute_example_statistics(probs, labels), num_bins=num_bins)]
     scores.append(class_wise_scores(probs, labels, num_bins=num_bins))
     return score_rows(scores, ("test", len(labels)), bootstrap)
 
@@ -42,7 +42,7 @@ def value(
     probs: NDArray, labels: NDArray, name: str, strategy: str = "equal-width", *, norm: str = "l1", num_bins: int = 15
 ) -> float:
     """The calibration error of this name and form."""
-    groups = calibration_scores(examples_of(probs, labels), num_bins=num_bins)
+    groups = calibration_scores(compute_example_statistics(probs, labels), num_bins=num_bins)
     for group in [*groups, class_wise_scores(probs, labels, num_bins=num_bins)]:
         for place, member in enumerate(group.members):
             if (member.name, member.choices["strategy"], member.choices.get("norm", norm)) == (name, strategy, norm):
@@ -60,7 +60,7 @@ def mce(probs: NDArray, labels: NDArray, *, num_bins: int = 15) -> float:
 
 
 def bins_of(probs: NDArray, labels: NDArray, **settings: object) -> Reliability:
-    return reliability(examples_of(probs, labels), **settings)
+    return reliability(compute_example_statistics(probs, labels), **settings)
 
 
 def with_confidence(confidence: NDArray) -> ExampleStatistics:
@@ -245,7 +245,7 @@ def test_the_class_wise_error_needs_few_rows_at_a_time(monkeypatch: pytest.Monke
 
 def test_replicates_are_the_errors_of_repeated_examples() -> None:
     probs, labels = predictions(4, count=300)
-    scores = [*calibration_scores(examples_of(probs, labels)), class_wise_scores(probs, labels)]
+    scores = [*calibration_scores(compute_example_statistics(probs, labels)), class_wise_scores(probs, labels)]
     (weights,) = next(Bootstrap(3).weights(("test", 300)))
     repeated = np.repeat(np.arange(300), weights[1].astype(int))
     for row, other in zip(
@@ -267,7 +267,7 @@ def forecasts(count: int = 400) -> tuple[NDArray, NDArray]:
 def parts(forecast: NDArray, labels: NDArray, weights: NDArray | None = None) -> NDArray:
     """Rows of miscalibration, discrimination and uncertainty: of the Brier score, of the NLL."""
     probs = np.column_stack([1 - forecast, forecast]).astype(np.float32)
-    statistic = decomposition_scores(examples_of(probs, labels)).statistic
+    statistic = decomposition_scores(compute_example_statistics(probs, labels)).statistic
     assert statistic is not None
     return statistic(np.ones((1, len(labels))) if weights is None else weights).reshape(-1, 2, 3)
 
@@ -292,7 +292,7 @@ def test_the_parts_add_up_to_the_score() -> None:
 def test_equal_forecasts_do_not_differ_by_their_label() -> None:
     # Float32: 1 - p rounds to 1 for one label and p stays 1e-9 for the other.
     probs = np.tile(np.array([1, 1e-9], dtype=np.float32), (40, 1))
-    statistic = decomposition_scores(examples_of(probs, np.repeat([0, 1], [30, 10]))).statistic
+    statistic = decomposition_scores(compute_example_statistics(probs, np.repeat([0, 1], [30, 10]))).statistic
     assert statistic is not None
     assert statistic(np.ones((1, 40)))[0, [1, 4]] == pytest.approx([0, 0], abs=1e-12)
 
@@ -311,7 +311,7 @@ def test_labels_of_one_class_have_no_uncertainty() -> None:
 
 
 def test_more_classes_have_no_decomposition() -> None:
-    scores = decomposition_scores(examples_of(np.full((4, 3), 1 / 3), np.zeros(4, dtype=int)))
+    scores = decomposition_scores(compute_example_statistics(np.full((4, 3), 1 / 3), np.zeros(4, dtype=int)))
     assert (scores.statistic, scores.undefined) == (None, "expected two classes, got 3")
 
 
@@ -351,8 +351,8 @@ def alarms(chosen: NDArray, *references: NDArray) -> float:
     """The share of trials with any p-value, after Holm's correction, at the level; no least excess asked for."""
     count = 0
     for trial, row in enumerate(chosen):
-        others = [Scored(str(place), reference[trial]) for place, reference in enumerate(references)]
-        found = excesses(Scored("chosen", row), others)
+        others = [ScoredPredictive(str(place), reference[trial]) for place, reference in enumerate(references)]
+        found = compare_losses(ScoredPredictive("chosen", row), others)
         count += any(one.p_adjusted is not None and one.p_adjusted <= FALSE_ALARM for one in found)
     return count / len(chosen)
 
@@ -423,7 +423,7 @@ def test_the_p_value_is_halls_statistic_by_hand() -> None:
 
 def test_relabelled_differences_have_mean_zero_and_their_tail_is_exact_or_bounded() -> None:
     own, other = np.array([0.1, 0.5, 2.0]), np.array([0.05, 0.9, 2.0])
-    found = Relabelled.of(own, other)
+    found = RelabelledDifferences.of(own, other)
     assert len(found.seen) == 2  # the third is the same
     q, p = np.exp(-own[:2]), np.exp(-other[:2])
     np.testing.assert_allclose(found.seen, np.log(p / q))
@@ -437,14 +437,16 @@ def test_relabelled_differences_have_mean_zero_and_their_tail_is_exact_or_bounde
     for total in four.values():
         exact = sum(chance for chance, value in four.items() if value >= total - 1e-12)
         assert found.p_value(total) == pytest.approx(exact, abs=0.04)
-    many = Relabelled.of(np.tile(own, 200), np.tile(own - 0.05, 200))
+    many = RelabelledDifferences.of(np.tile(own, 200), np.tile(own - 0.05, 200))
     largest, least = float(many.seen.sum()), math.exp(float(np.log(many.share).sum()))
     assert least <= many.p_value(largest) <= least**0.9  # the observed label everywhere, and no other way
     sd = math.sqrt(-(many.seen * many.unseen).sum())
     assert 1e-9 < many.p_value(4 * sd) < 10 * stats.norm.sf(4)  # large differences are of the other sign: a light tail
     opposite = many.opposite()
     assert opposite.p_value(-4 * sd) > 0.99
-    np.testing.assert_allclose(Relabelled.of(np.tile(own - 0.05, 200), np.tile(own, 200)).sums, opposite.sums)
+    np.testing.assert_allclose(
+        RelabelledDifferences.of(np.tile(own - 0.05, 200), np.tile(own, 200)).sums, opposite.sums
+    )
 
 
 def test_without_skewness_it_is_students_t() -> None:
@@ -461,10 +463,12 @@ def test_what_does_not_vary_tells_no_p_value_unless_it_is_zero() -> None:
 
 def test_a_loss_too_small_to_matter_is_no_alarm_however_sure_it_is() -> None:
     base = np.random.default_rng(2).exponential(size=1000)
-    reference = Scored("network", base)
+    reference = ScoredPredictive("network", base)
     noise = 1e-4 * np.random.default_rng(3).normal(size=1000)
-    below, above = (Scored("laplace", base + share * WORSE_SHARE * reference.nll + noise) for share in (0.9, 1.1))
-    small, large = (excesses(one, [reference])[0] for one in (below, above))
+    below, above = (
+        ScoredPredictive("laplace", base + share * WORSE_SHARE * reference.nll + noise) for share in (0.9, 1.1)
+    )
+    small, large = (compare_losses(one, [reference])[0] for one in (below, above))
     assert small.p_adjusted is not None
     assert small.p_adjusted < 1e-3
     assert (small.is_worse, large.is_worse) == (False, True)
@@ -474,16 +478,16 @@ def test_a_loss_too_small_to_matter_is_no_alarm_however_sure_it_is() -> None:
 
 def test_a_scored_predictive_has_the_nll_and_the_ece_by_hand() -> None:
     probs = np.array([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.3, 0.7]])
-    found = score("network", probs, np.array([0, 1, 1, 1]))
+    found = score_predictive("network", probs, np.array([0, 1, 1, 1]))
     assert found.nll == pytest.approx(-np.mean(np.log([0.9, 0.1, 0.6, 0.7])))
     assert found.ece == pytest.approx((2 * 0.4 + 0.4 + 0.3) / 4)  # bins (0.87, 0.93], (0.53, 0.6], (0.67, 0.73]
     assert found.standard_error == pytest.approx(np.std(-np.log([0.9, 0.1, 0.6, 0.7]), ddof=1) / 2)
     held_out = np.ones(4)
-    assert score("temperature", probs, np.array([0, 1, 1, 1]), losses=held_out).nll == 1.0
+    assert score_predictive("temperature", probs, np.array([0, 1, 1, 1]), losses=held_out).nll == 1.0
 
 
 def test_a_bound_beyond_all_numbers_says_nothing() -> None:
-    rare = Relabelled(np.array([100.0]), np.array([-1e-6]), np.array([1e-8]), np.zeros(10))
+    rare = RelabelledDifferences(np.array([100.0]), np.array([-1e-6]), np.array([1e-8]), np.zeros(10))
     assert rare.p_value(50.0) == 1 / 11  # that of the draws
 
 

@@ -25,10 +25,10 @@ from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.class_scores import largest_probabilities, ranking_scores
 from bnncli.evaluation.decisions import fit_outliers
 from bnncli.evaluation.detection import Ranking, detection_rows
-from bnncli.evaluation.detectors import default_score, example_scores, of_predictions, usual_score
-from bnncli.evaluation.feature_scores import NUM_NEIGHBORS, Combined, TailRanks
+from bnncli.evaluation.detectors import default_score, example_scores, prediction_detectors, usual_score
+from bnncli.evaluation.feature_scores import NUM_NEIGHBORS, FittedViews, TailRanks
 from bnncli.evaluation.scores import detection_forms, other_split_rows
-from bnncli.evaluation.statistics import Row, examples_of, score_rows
+from bnncli.evaluation.statistics import Row, compute_example_statistics, score_rows
 from bnncli.parameters.layouts import HeadLayout
 
 FORMS = detection_forms()
@@ -177,8 +177,8 @@ def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
         "max_logit": np.array([9.0, 1.5], dtype=np.float32),
         "log_concentration": np.log([[98, 1, 1], [4, 3, 3]]).astype(np.float32),
     }
-    examples = examples_of(probs)
-    found = example_scores(of_predictions(), examples, arrays.get)
+    examples = compute_example_statistics(probs)
+    found = example_scores(prediction_detectors(), examples, arrays.get)
     assert all(
         not isinstance(score, str) and score.dtype == np.float64 and score[0] > score[1] for score in found.values()
     )
@@ -189,7 +189,7 @@ def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
 
 @pytest.mark.parametrize("name", ["combined", "mutual_info", "dirichlet_variance", "energy", "max_logit"])
 def test_a_score_that_predictions_do_not_give_says_so(name: str) -> None:
-    found = example_scores([name], examples_of(np.full((2, 2), 0.5)), lambda name: None)[name]
+    found = example_scores([name], compute_example_statistics(np.full((2, 2), 0.5)), lambda name: None)[name]
     assert isinstance(found, str)
     assert found.startswith(("this integrator provides no", "the predictions have no"))
 
@@ -197,7 +197,7 @@ def test_a_score_that_predictions_do_not_give_says_so(name: str) -> None:
 def test_the_dirichlet_variance_is_that_of_torch_in_any_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     log_a = np.random.default_rng(0).normal(size=(50, 4))
     expected = torch.distributions.Dirichlet(torch.from_numpy(log_a).exp()).variance.sum(dim=1)
-    examples = examples_of(np.full((50, 4), 0.25))
+    examples = compute_example_statistics(np.full((50, 4), 0.25))
     (whole,) = example_scores(["dirichlet_variance"], examples, lambda name: log_a).values()
     np.testing.assert_allclose(whole, -expected, rtol=1e-10)
     monkeypatch.setattr("bnncli.evaluation.statistics.BLOCK_VALUES", 28)
@@ -215,7 +215,9 @@ def predictions(num_classes: int = 8, count: int = 300) -> tuple[NDArray, NDArra
 
 
 def rows_of(probs: NDArray, labels: NDArray | None, lengths: NDArray | None, **keywords: Any) -> dict[str, Row]:
-    scores = ranking_scores(probs, examples_of(probs, labels), lengths, None if lengths is None else RANKING)
+    scores = ranking_scores(
+        probs, compute_example_statistics(probs, labels), lengths, None if lengths is None else RANKING
+    )
     return {row["name"]: row for row in score_rows(scores, ("test", len(probs)), **keywords)}
 
 
@@ -242,7 +244,7 @@ def test_the_plain_rule_keeps_as_many_classes_by_one_threshold() -> None:
     # Sizes change where the threshold passes one of the sums.
     threshold = next(t for t in np.sort(sums, axis=None) + 1e-12 if sizes(t).mean() >= lengths.mean())
     assert sizes(threshold).mean() == pytest.approx(2, abs=1 / 300)
-    rank = examples_of(probs, labels).label_rank
+    rank = compute_example_statistics(probs, labels).label_rank
     expected = np.mean(rank < sizes(threshold))
     assert rows["cumulative_accuracy"]["value"] == pytest.approx(expected, abs=1.01 / 300)
     gain = rows["ranked_accuracy"]["value"] - rows["cumulative_accuracy"]["value"]
@@ -297,8 +299,8 @@ def make_split(num_rows: int, *, seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(num_rows, 6, generator=seeded(seed)) @ mixing + means[labels], labels
 
 
-def fit(train: Tensor, labels: Tensor | None, val: Tensor) -> Combined:
-    return Combined.fit(train, labels, val, layout=LAYOUT, theta=THETA, device=CPU, generator=seeded(0))
+def fit(train: Tensor, labels: Tensor | None, val: Tensor) -> FittedViews:
+    return FittedViews.fit(train, labels, val, layout=LAYOUT, theta=THETA, device=CPU, generator=seeded(0))
 
 
 def expected_views(train: Tensor, labels: Tensor, features: Tensor) -> list[NDArray]:
@@ -354,7 +356,7 @@ def test_without_a_class_or_a_head_the_other_views_remain() -> None:
         "energy",
         "knn",
     ]  # several labels an example
-    headless = Combined.fit(train, labels, val, device=CPU, generator=seeded(0))
+    headless = FittedViews.fit(train, labels, val, device=CPU, generator=seeded(0))
     assert list(headless.ranks) == ["mahalanobis", "knn"]
     constant = labels.float().unsqueeze(1).expand(-1, 6)  # no feature varies within a class
     assert "mahalanobis" not in fit(constant, labels, constant).ranks
@@ -397,8 +399,8 @@ def test_a_score_out_of_its_tensors_is_the_same(is_labeled: bool, theta: Tensor 
     train, labels = make_split(600, seed=0)
     val, new = make_split(700, seed=1)[0], make_split(90, seed=2)[0]
     own = {"layout": LAYOUT, "theta": theta, "device": CPU}
-    found = Combined.fit(train, labels if is_labeled else None, val, generator=seeded(0), **own)
-    again = Combined.from_tensors(found.to_tensors(), **own)
+    found = FittedViews.fit(train, labels if is_labeled else None, val, generator=seeded(0), **own)
+    again = FittedViews.from_tensors(found.to_tensors(), **own)
     assert [*again.ranks] == [*found.ranks] == ["energy"] * (theta is not None) + ["mahalanobis"] * is_labeled + ["knn"]
     assert torch.equal(again.scores(new), found.scores(new))
 

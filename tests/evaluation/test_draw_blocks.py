@@ -18,10 +18,10 @@ from torch import Tensor
 from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import DrawGroups, balanced_halves, integration_error, integration_errors
 from bnncli.evaluation.distances import (
-    Compared,
+    Discrepancy,
     ThinnedDraws,
     compare_draws,
-    median_of,
+    median_distance,
     mmd2,
     permutation_p_value,
     squared_distances,
@@ -69,15 +69,15 @@ def effective(chains: int, length: int, correlation: float) -> int:
     return int(chains * length * min(1.0, (1 - correlation) / (1 + correlation)))
 
 
-def compare(x: ThinnedDraws, y: ThinnedDraws, *, seed: int = 0, num_permutations: int = 99) -> Compared:
+def compare(x: ThinnedDraws, y: ThinnedDraws, *, seed: int = 0, num_permutations: int = 99) -> Discrepancy:
     distances = squared_distances(x.draws, y.draws)
     generator = seeded(seed)
     return compare_draws(
-        x, y, distances, median_of(distances.yy), generator=generator, num_permutations=num_permutations
+        x, y, distances, median_distance(distances.yy), generator=generator, num_permutations=num_permutations
     )
 
 
-def simulate(case: Case, *, shift: float = 0.0, count: int = 100, repeats: int = NUM_REPEATS) -> list[Compared]:
+def simulate(case: Case, *, shift: float = 0.0, count: int = 100, repeats: int = NUM_REPEATS) -> list[Discrepancy]:
     """Comparisons of chains with draws, or with other chains; fewer draws than the code takes, for speed alone."""
     generator, found = seeded(1), []
     for seed in range(repeats):
@@ -113,7 +113,7 @@ def test_estimate_and_p_value_are_those_of_loops_over_blocks_and_signs() -> None
     x, y = small_sides()
     found = compare(x, y, num_permutations=40)
     assert found.num_blocks == 8
-    bandwidth = median_of(squared_distances(x.draws, y.draws).yy)
+    bandwidth = median_distance(squared_distances(x.draws, y.draws).yy)
     seen = by_hand(x, y, bandwidth, [1] * 8)
     assert found.value == pytest.approx(seen, rel=1e-10)
     flips = 2 * torch.randint(2, (40, 8), generator=seeded()) - 1
@@ -125,7 +125,7 @@ def test_estimate_and_p_value_are_those_of_loops_over_blocks_and_signs() -> None
 
 def test_the_standard_error_is_the_jackknife_of_a_loop_over_pairs_of_blocks() -> None:
     x, y = small_sides()
-    bandwidth = median_of(squared_distances(x.draws, y.draws).yy)
+    bandwidth = median_distance(squared_distances(x.draws, y.draws).yy)
     without = []
     for left_out in range(8):
         rest = []
@@ -140,7 +140,7 @@ def test_the_standard_error_is_the_jackknife_of_a_loop_over_pairs_of_blocks() ->
 def test_independent_draws_are_relabelled_one_by_one() -> None:
     x, y = normal(30, 3), normal(40, 3, seed=1) + 0.3
     found = compare(ThinnedDraws(x), ThinnedDraws(y), seed=5)
-    bandwidth = median_of(squared_distances(x, y).yy)
+    bandwidth = median_distance(squared_distances(x, y).yy)
     expected = mmd2(x, y, bandwidth)
     assert (found.value, found.standard_error) == (expected.unbiased, expected.standard_error)
     assert found.p_value == permutation_p_value(x, y, bandwidth, generator=seeded(5), num_permutations=99)
@@ -192,7 +192,7 @@ def test_estimate_is_unbiased_and_its_error_stated_whatever_happens_within_chain
     generator, exact = seeded(7), []
     for _ in range(30):
         x, y = (torch.randn(400, SIZE, generator=generator, dtype=torch.float64) for _ in range(2))
-        bandwidth = median_of(squared_distances(y, y).yy)
+        bandwidth = median_distance(squared_distances(y, y).yy)
         exact.append(mmd2(x + 0.2, y, bandwidth).unbiased)
     values = np.array([each.value for each in found])
     error = math.hypot(values.std() / math.sqrt(len(values)), np.std(exact) / math.sqrt(len(exact)))

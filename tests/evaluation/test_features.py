@@ -19,7 +19,7 @@ from bnncli.errors import DataError
 from bnncli.evaluation import feature_scores
 from bnncli.evaluation import statistics as probabilities
 from bnncli.evaluation.feature_scores import Mahalanobis, Neighbors
-from bnncli.evaluation.statistics import ExampleStatistics, check_probabilities, examples_of, row_blocks
+from bnncli.evaluation.statistics import ExampleStatistics, check_probabilities, compute_example_statistics, row_blocks
 from bnncli.targets import blocks as stream
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def vectors(examples: ExampleStatistics) -> dict[str, NDArray]:
 @pytest.mark.parametrize("num_classes", [2, 5])
 def test_the_numbers_of_each_example_are_those_of_the_loop(num_classes: int) -> None:
     probs, labels = predictions(num_classes)
-    found = examples_of(probs, labels)
+    found = compute_example_statistics(probs, labels)
     for n, (row, label) in enumerate(zip(probs.astype(float).tolist(), labels, strict=True)):
         order = sorted(range(num_classes), key=lambda k: (-row[k], k))
         assert found.predicted[n] == order[0]
@@ -165,34 +165,34 @@ def test_blocks_of_a_mapped_file_give_the_same_bits(
     probs, labels = predictions(5)
     path = tmp_path_factory.mktemp("mapped") / "probs.npy"
     np.save(path, probs)
-    whole = vectors(examples_of(probs, labels))
+    whole = vectors(compute_example_statistics(probs, labels))
     monkeypatch.setattr(probabilities, "BLOCK_VALUES", 5 * 7)
-    blocks = vectors(examples_of(np.load(path, mmap_mode="r"), labels))
+    blocks = vectors(compute_example_statistics(np.load(path, mmap_mode="r"), labels))
     for name, values in whole.items():
         assert values.dtype == blocks[name].dtype
         np.testing.assert_array_equal(values, blocks[name])
 
 
 def test_without_labels_what_needs_them_is_none() -> None:
-    found = examples_of(predictions(3)[0])
+    found = compute_example_statistics(predictions(3)[0])
     assert len(found) == 300
     missing = {name for name, values in vectors(found).items() if values is None}
     assert missing == {"labels", "is_right", "label_probability", "label_rank"}
 
 
 def test_an_empty_split_has_empty_vectors() -> None:
-    found = examples_of(np.empty((0, 4), dtype=np.float32), np.empty(0, dtype=int))
+    found = compute_example_statistics(np.empty((0, 4), dtype=np.float32), np.empty(0, dtype=int))
     assert {values.shape for values in vectors(found).values()} == {(0,)}
 
 
 def test_what_is_no_prediction_is_refused() -> None:
     probs, labels = predictions(3)
     with pytest.raises(DataError, match="expected 0 to 2, got 0 to 3"):
-        examples_of(probs, labels + (labels == 2))
+        compute_example_statistics(probs, labels + (labels == 2))
     with pytest.raises(DataError, match="sum to 1"):
-        examples_of(np.full((2, 3), 0.5))
+        compute_example_statistics(np.full((2, 3), 0.5))
     with pytest.raises(DataError, match=r"expected shape \(N, 4\)"):
-        examples_of(probs, labels, num_classes=4)
+        compute_example_statistics(probs, labels, num_classes=4)
 
 
 def some_probs(num_classes: int = 7, *, count: int = 200) -> NDArray:

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 from scipy.stats import binom, binomtest
 
-from bnncli.evaluation.comparison import LEVEL, Estimate, agreement, factor_of, quantile, sign
+from bnncli.evaluation.comparison import LEVEL, Estimate, agreement, error_factor, quantile, sign
 from bnncli.evaluation.convergence import RankLaw
 from bnncli.evaluation.curves import frequency_interval
 
@@ -22,9 +22,9 @@ def test_the_factor_is_the_two_sided_quantile_of_student(degrees: float) -> None
 
 
 def test_the_factor_is_between_those_of_both_sides_by_their_variances() -> None:
-    found = factor_of(Estimate(0.0, 1.0, 3), Estimate(0.0, 2.0, 5))
+    found = error_factor(Estimate(0.0, 1.0, 3), Estimate(0.0, 2.0, 5))
     assert found == pytest.approx((stats.t.isf(LEVEL / 2, 2) + 4 * stats.t.isf(LEVEL / 2, 4)) / 5)
-    assert factor_of(Estimate(0.0, 1.0, 3), Estimate(0.0)) == pytest.approx(stats.t.isf(LEVEL / 2, 2))
+    assert error_factor(Estimate(0.0, 1.0, 3), Estimate(0.0)) == pytest.approx(stats.t.isf(LEVEL / 2, 2))
 
 
 def test_what_is_known_exactly_may_differ_by_the_tolerance_alone() -> None:

@@ -14,7 +14,7 @@ from problems.command_line import Cli
 from problems.seeds import seeded
 from scipy import stats
 
-from bnncli.evaluation.comparison import skewness_of
+from bnncli.evaluation.comparison import sample_skewness
 from bnncli.evaluation.recommendation import LayerGain, layer_gains, mean_interval, p_value
 from bnncli.evaluation.verdict import (
     ERROR_RATE,
@@ -22,12 +22,12 @@ from bnncli.evaluation.verdict import (
     NEGLIGIBLE_NATS,
     VERDICTS,
     Commands,
-    Judged,
+    PosteriorFacts,
     Verdict,
-    doubts,
     give_verdict,
     judge_gain,
     reach,
+    reasons_against,
 )
 from bnncli.flows.affine import Affine
 from bnncli.inference import elbo as module
@@ -102,7 +102,7 @@ def drawn_verdicts(differences: NDArray[np.float64], first: int) -> list[str]:
                 errors[k, row],
                 count,
                 is_last=k == LOOKS - 1,
-                skewness=skewness_of(differences[row, :count]),
+                skewness=sample_skewness(differences[row, :count]),
             )
             for k, count in enumerate(counts)
         )
@@ -293,10 +293,12 @@ COMMANDS = Commands(
     fit="<fit>",
     tune="<tune>",
 )
-POINT = Judged("map", "point")
-GAUSSIAN = Judged("laplace", "gaussian", Prior(10.0), elbo=-100.0, elbo_error=0.05, log_weight_sd=0.8, pareto_k=0.3)
+POINT = PosteriorFacts("map", "point")
+GAUSSIAN = PosteriorFacts(
+    "laplace", "gaussian", Prior(10.0), elbo=-100.0, elbo_error=0.05, log_weight_sd=0.8, pareto_k=0.3
+)
 FLOW = replace(GAUSSIAN, name="refine", type="flow", elbo=-99.9)
-CHAINS = Judged(
+CHAINS = PosteriorFacts(
     "hmc", "samples", Prior(10.0), r_hat=1.004, ess_bulk=1500.0, ess_tail=900.0, divergences=0, lowest_acceptance=0.7,
     lowest_bfmi=0.9,
 )  # fmt: skip
@@ -305,7 +307,7 @@ FAR_FLOW = replace(FLOW, log_weight_sd=9.0, pareto_k=1.1, elbo=-120.0)
 BAD_CHAINS = replace(CHAINS, r_hat=1.3)
 
 
-def judge(*posteriors: Judged) -> Verdict:
+def judge(*posteriors: PosteriorFacts) -> Verdict:
     return give_verdict(posteriors, COMMANDS, "predict with map")
 
 
@@ -332,8 +334,8 @@ def judge(*posteriors: Judged) -> Verdict:
         (POINT, {}, "a point posterior is a single point, not a distribution"),
     ],
 )
-def test_good_is_defined_by_these_bounds(judged: Judged, changes: dict[str, float], doubt: str | None) -> None:
-    assert doubts(replace(judged, **changes)) == ([] if doubt is None else [doubt])
+def test_good_is_defined_by_these_bounds(judged: PosteriorFacts, changes: dict[str, float], doubt: str | None) -> None:
+    assert reasons_against(replace(judged, **changes)) == ([] if doubt is None else [doubt])
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,7 @@ def test_good_is_defined_by_these_bounds(judged: Judged, changes: dict[str, floa
         ([POINT], None, "<fit>"),
     ],
 )
-def test_the_simplest_good_posterior_is_used(posteriors: list[Judged], use: str | None, run: str) -> None:
+def test_the_simplest_good_posterior_is_used(posteriors: list[PosteriorFacts], use: str | None, run: str) -> None:
     verdict = judge(*posteriors)
     assert (verdict.use, verdict.run, verdict.is_good) == (use, run, use is not None)
     assert (use or run) in verdict.sentence
@@ -369,7 +371,7 @@ def test_the_simplest_good_posterior_is_used(posteriors: list[Judged], use: str 
         ([BAD_CHAINS], "hmc has not converged (R-hat 1.300 (above 1.05)): run <sample 10>"),
     ],
 )  # fmt: skip
-def test_the_sentence_says_why(posteriors: list[Judged], words: str) -> None:
+def test_the_sentence_says_why(posteriors: list[PosteriorFacts], words: str) -> None:
     assert words in judge(*posteriors).sentence
 
 

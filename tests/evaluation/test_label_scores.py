@@ -20,7 +20,7 @@ from bnncli.evaluation.statistics import (
     ExampleStatistics,
     Row,
     check_probabilities,
-    examples_of,
+    compute_example_statistics,
     nll_per_example,
     score_rows,
 )
@@ -40,7 +40,7 @@ def predictions(*, one_sided: bool = True) -> tuple[NDArray, NDArray]:
 
 
 def examples(probs: NDArray, labels: NDArray | None) -> ExampleStatistics:
-    return examples_of(probs, labels, is_exclusive=False)
+    return compute_example_statistics(probs, labels, is_exclusive=False)
 
 
 def rows_of(probs: NDArray, labels: NDArray | None, bootstrap: Bootstrap | None = None) -> list[Row]:

@@ -18,7 +18,7 @@ from bnncli.evaluation.distances import (
     _relabelled,
     median_bandwidth,
     mmd2,
-    num_compared,
+    num_draws_to_compare,
     permutation_p_value,
     published_bandwidth,
     thin,
@@ -26,7 +26,7 @@ from bnncli.evaluation.distances import (
 
 
 def test_long_draws_are_compared_by_fewer() -> None:
-    assert [num_compared(size) for size in (10, 2**25 // 600, 2**18, 2**24)] == [600, 600, 128, 50]
+    assert [num_draws_to_compare(size) for size in (10, 2**25 // 600, 2**18, 2**24)] == [600, 600, 128, 50]
 
 
 def test_both_estimates_are_those_of_the_loop() -> None:

@@ -24,7 +24,7 @@ from bnncli.evaluation.comparison import (
 )
 from bnncli.evaluation.detection import detection_rows
 from bnncli.evaluation.scores import ScoredPredictions, detection_forms, split_scores
-from bnncli.evaluation.statistics import ExampleStatistics, examples_of, score_rows
+from bnncli.evaluation.statistics import ExampleStatistics, compute_example_statistics, score_rows
 from bnncli.options.scoring import parse_score
 from bnncli.session.recommendation import measure_detection, measure_split, needed_scores
 
@@ -267,7 +267,7 @@ def wanted(*texts: str) -> list:
 def predictions(seed: int, labels: NDArray) -> tuple[NDArray, ExampleStatistics]:
     logits = np.random.default_rng(seed).normal(size=(len(labels), 4)) + 1.5 * np.eye(4)[labels]
     probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    return probs, examples_of(probs, labels)
+    return probs, compute_example_statistics(probs, labels)
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_differences_below_the_rounding_of_float32_keep_their_digits() -> None:
     for shift in (0.0, 1e-6):
         shifted = logits + shift * generator.normal(size=logits.shape)
         probs = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
-        groups.append(split_scores(ScoredPredictions(probs, examples_of(probs, labels))))
+        groups.append(split_scores(ScoredPredictions(probs, compute_example_statistics(probs, labels))))
         losses.append(-np.log(probs[np.arange(5000), labels]))
     resampling = Bootstrap(50)
     one, other = measure_split(groups, wanted("nll"), split=("test", 5000), bootstrap=resampling)
@@ -319,7 +319,7 @@ def test_differences_below_the_rounding_of_float32_keep_their_digits() -> None:
 def test_an_undefined_score_has_its_reason(labels: NDArray) -> None:
     probs, _ = predictions(1, labels)
     (found,) = measure_split(
-        [split_scores(ScoredPredictions(probs, examples_of(probs)))],
+        [split_scores(ScoredPredictions(probs, compute_example_statistics(probs)))],
         wanted("nll", "mean_entropy"),
         split=("test", SIZE),
     )

@@ -14,19 +14,19 @@ from scipy.special import log_softmax
 from bnncli.evaluation.recommendation import (
     Predictive,
     Quality,
-    Scored,
+    ScoredPredictive,
     accuracy_interval,
     loses_accuracy,
     mean_interval,
     recommend,
-    sentence,
+    recommendation_sentence,
 )
 from bnncli.inference.temperature import stacking_weights
 
 SIZE = 400
 LOSSES = np.random.default_rng(0).exponential(size=SIZE)
 RIGHT = np.arange(SIZE) % 5 > 0  # 80 %
-BASELINE = Scored("temperature", LOSSES, 0.02, RIGHT)
+BASELINE = ScoredPredictive("temperature", LOSSES, 0.02, RIGHT)
 
 
 def candidate(name: str, change: float, *, noise: float = 0.02, seed: int = 1, num_lost: int = 0) -> Predictive:
@@ -35,7 +35,9 @@ def candidate(name: str, change: float, *, noise: float = 0.02, seed: int = 1, n
     right = RIGHT.copy()
     right[np.flatnonzero(RIGHT)[:num_lost]] = False
     posterior, _, integrator = name.partition(".")
-    return Predictive(posterior, integrator or "mc", Scored(name, LOSSES + change + own - own.mean(), 0.01, right))
+    return Predictive(
+        posterior, integrator or "mc", ScoredPredictive(name, LOSSES + change + own - own.mean(), 0.01, right)
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def candidate(name: str, change: float, *, noise: float = 0.02, seed: int = 1, n
 def test_the_recommended(candidates: list[Predictive], chosen: str | None, pays: bool) -> None:
     found = recommend(candidates, BASELINE)
     assert (found.chosen.posterior if found.chosen else None, found.pays) == (chosen, pays)
-    assert ("predict with temperature" in sentence(found, BASELINE, "temperature")) == (chosen is None)
+    assert ("predict with temperature" in recommendation_sentence(found, BASELINE, "temperature")) == (chosen is None)
 
 
 def test_accuracy_may_be_given_up_where_that_is_asked_for() -> None:
@@ -84,8 +86,8 @@ def test_bayes_is_rarely_said_to_pay_where_it_does_not() -> None:
         signs = np.where(generator.random(150) < 1 / (1 + np.exp(-truth)), 1, -1)
         noisy = truth + generator.normal(scale=0.5, size=(7, 150))  # of equal quality
         losses, *others = np.logaddexp(0, -signs * noisy)
-        scored = [Scored(str(place), other) for place, other in enumerate(others)]
-        found = recommend([Predictive("p", one.name, one) for one in scored], Scored("temperature", losses))
+        scored = [ScoredPredictive(str(place), other) for place, other in enumerate(others)]
+        found = recommend([Predictive("p", one.name, one) for one in scored], ScoredPredictive("temperature", losses))
         paid += found.pays
     assert paid / num < 0.025 + 3 * (0.025 * 0.975 / num) ** 0.5
     assert paid > 0
@@ -151,7 +153,10 @@ def test_shares_of_right_labels_have_the_interval_of_a_mean() -> None:
     generator = np.random.default_rng(2)
     own, other = generator.integers(0, 5, size=(2, 80)) / 4
     assert accuracy_interval(own, other) == mean_interval(own - other)
-    halves = Scored("p", LOSSES, None, np.full(SIZE, 0.5)), Scored("t", LOSSES, None, np.full(SIZE, 0.75))
+    halves = (
+        ScoredPredictive("p", LOSSES, None, np.full(SIZE, 0.5)),
+        ScoredPredictive("t", LOSSES, None, np.full(SIZE, 0.75)),
+    )
     assert not loses_accuracy(*halves)  # all differ alike: no variance, and so no interval
 
 
@@ -196,8 +201,10 @@ def test_a_stack_of_what_is_no_better_than_the_network_costs_little(rows: int) -
         for fold in range(5):
             own = stacking_weights(torch.from_numpy(val[folds != fold])).numpy()
             held[folds == fold] = np.log(np.exp(val[folds == fold]) @ own)
-        network = Scored("temperature", -val[:, 0], None, None)
-        found = recommend([Predictive("stack", "mc", Scored("stack", -held, None, None), has_network=True)], network)
+        network = ScoredPredictive("temperature", -val[:, 0], None, None)
+        found = recommend(
+            [Predictive("stack", "mc", ScoredPredictive("stack", -held, None, None), has_network=True)], network
+        )
         own = -np.log(np.exp(test) @ weights) if found.chosen else -test[:, 0]
         costs.append((own + test[:, 0]).mean())
     assert np.mean(costs) < 1 / rows

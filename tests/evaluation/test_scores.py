@@ -21,17 +21,17 @@ from bnncli.evaluation.class_scores import NO_RANKING
 from bnncli.evaluation.decisions import SetRule, SetScore, acceptance_scores, alarm_scores, set_scores
 from bnncli.evaluation.detection import form_rows
 from bnncli.evaluation.fidelity import Forecasts, PredictionPair
-from bnncli.evaluation.latent_networks import density_rows, selection_rows, used_density
+from bnncli.evaluation.latent_networks import density_rows, prediction_density_rows, selection_rows
 from bnncli.evaluation.scores import (
     ScoredPredictions,
-    declared,
+    all_scores,
     detection_forms,
     distances,
     fidelities,
     other_split_rows,
     split_scores,
 )
-from bnncli.evaluation.statistics import Row, examples_of, nll, nll_per_example, score_rows
+from bnncli.evaluation.statistics import Row, compute_example_statistics, nll, nll_per_example, score_rows
 
 pytestmark = pytest.mark.core
 
@@ -44,7 +44,9 @@ def rows_of(
     bootstrap: Bootstrap | None = None,
     **settings: Any,
 ) -> list[Row]:
-    scores = split_scores(ScoredPredictions(probs, examples_of(probs, labels), mutual_info, settings=settings))
+    scores = split_scores(
+        ScoredPredictions(probs, compute_example_statistics(probs, labels), mutual_info, settings=settings)
+    )
     return score_rows(scores, ("test", len(probs)), bootstrap)
 
 
@@ -146,18 +148,18 @@ def test_rows_carry_the_choices_that_define_them() -> None:
 
 def test_every_score_of_a_row_can_be_asked_for_by_name_and_its_forms_differ() -> None:
     rows = rows_of(*predictions(3))
-    assert {row["name"] for row in rows} <= set(declared())
+    assert {row["name"] for row in rows} <= set(all_scores())
     told = [{key: row[key] for key in row if key not in ("value", "undefined")} for row in rows]
     assert len({json.dumps(choices, sort_keys=True) for choices in told}) == len(rows)
 
 
 def test_every_row_has_the_direction_of_the_table() -> None:
     probs, labels = predictions(2)
-    several = examples_of(probs, np.eye(2, dtype=np.int64)[labels], is_exclusive=False)
+    several = compute_example_statistics(probs, np.eye(2, dtype=np.int64)[labels], is_exclusive=False)
     pair = PredictionPair(Forecasts(probs), Forecasts(probs))
     rule, chosen = SetRule(SetScore("lac"), np.array([0.6])), labels == 0
     groups = [
-        *split_scores(ScoredPredictions(probs, examples_of(probs, labels))),
+        *split_scores(ScoredPredictions(probs, compute_example_statistics(probs, labels))),
         *split_scores(ScoredPredictions(probs, several)),
         *(make(pair) for make in fidelities()),
         *set_scores(rule, probs, labels, None, {}),
@@ -168,14 +170,14 @@ def test_every_row_has_the_direction_of_the_table() -> None:
     rows = [
         *({"name": form.name, "higher_is_better": form.higher_is_better} for group in groups for form in group.members),
         *(row for row, _ in form_rows(detection_forms())),
-        *other_split_rows(examples_of(probs), "far", None),
+        *other_split_rows(compute_example_statistics(probs), "far", None),
         *({**form, "name": name} for name, distance in distances().items() for form in distance.forms),
         *density_rows([inclusion], [inclusion[0]]),
-        *used_density([inclusion]),
+        *prediction_density_rows([inclusion]),
         *selection_rows(inclusion, [1]),
     ]
     found = {(row["name"], row["higher_is_better"]) for row in rows}
-    expected = {(name, score.higher_is_better) for name, score in declared().items()}
+    expected = {(name, score.higher_is_better) for name, score in all_scores().items()}
     assert found == expected - {("shift_p", None)}  # a p-value: of rules that are stored
 
 

@@ -15,7 +15,7 @@ from sklearn import metrics
 from bnncli.evaluation import class_scores as per_class
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.class_scores import per_class_scores, rare_classes, selective_scores
-from bnncli.evaluation.statistics import ExampleStatistics, Row, examples_of, score_rows
+from bnncli.evaluation.statistics import ExampleStatistics, Row, compute_example_statistics, score_rows
 
 
 def examples(confidence: Sequence[float] | NDArray, is_right: Sequence[bool] | NDArray) -> ExampleStatistics:
@@ -104,7 +104,9 @@ def predictions(num_classes: int = 5, *, missing: int | None = 3) -> tuple[NDArr
 
 
 def rows_of(probs: NDArray, labels: NDArray | None, *, bootstrap: Bootstrap | None = None) -> dict[str, Row]:
-    rows = score_rows(per_class_scores(probs, examples_of(probs, labels)), ("test", len(probs)), bootstrap)
+    rows = score_rows(
+        per_class_scores(probs, compute_example_statistics(probs, labels)), ("test", len(probs)), bootstrap
+    )
     return {row["name"]: row for row in rows}
 
 
@@ -152,7 +154,7 @@ def test_values_of_classes_and_their_means_are_those_of_scikit_learn(num_classes
 
 def test_replicates_are_the_scores_of_repeated_examples() -> None:
     probs, labels = predictions()
-    groups = per_class_scores(probs, examples_of(probs, labels))
+    groups = per_class_scores(probs, compute_example_statistics(probs, labels))
     (weights,) = next(Bootstrap(4).weights(("test", SIZE)))
     for replicate in range(4):
         repeated = np.repeat(np.arange(SIZE), weights[replicate].astype(int))
@@ -168,7 +170,7 @@ def test_the_interval_of_balanced_accuracy_holds_the_truth_as_often_as_it_says()
         labels = (generator.random(200) < 0.2).astype(int)
         is_right = generator.random(200) < np.where(labels == 1, 0.6, 0.9)
         probs = np.eye(2)[np.where(is_right, labels, 1 - labels)]
-        (counted, _) = per_class_scores(probs, examples_of(probs, labels))
+        (counted, _) = per_class_scores(probs, compute_example_statistics(probs, labels))
         (row, *_) = score_rows([counted], ("test", 200), Bootstrap(200, 0.9, trial))
         hits += row["interval"]["low"] <= 0.75 <= row["interval"]["high"]
     assert hits / trials == pytest.approx(0.9, abs=3 * np.sqrt(0.9 * 0.1 / trials) + 0.01)

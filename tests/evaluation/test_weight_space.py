@@ -28,7 +28,7 @@ from bnncli.evaluation.distances import (
     mean_floor,
     median_bandwidth,
     mmd2,
-    num_draws_for,
+    num_distance_draws,
     published_bandwidth,
     reference_rows,
     reference_scale,
@@ -276,7 +276,7 @@ def test_a_reference_that_stands_still_has_no_unit() -> None:
 
 
 def test_many_parameters_are_measured_with_fewer_draws() -> None:
-    assert [num_draws_for(size) for size in (1, 850, 1200, 10**6)] == [1000, 1000, 2**20 // 1200, 600]
+    assert [num_distance_draws(size) for size in (1, 850, 1200, 10**6)] == [1000, 1000, 2**20 // 1200, 600]
 
 
 def test_the_squared_trace_is_the_sum_over_different_draws() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from bnncli.commands.export import EXPORTED_SCORES
 from bnncli.covariances.diag import Diag
 from bnncli.errors import UsageError
-from bnncli.evaluation.feature_scores import Combined
+from bnncli.evaluation.feature_scores import FittedViews
 from bnncli.export import parts as exported_parts
 from bnncli.export import parts as spreads
 from bnncli.export.parts import HeadParts, head_parts, thinned, with_combined_score, with_ood_score, with_sets
@@ -157,7 +157,7 @@ def test_every_score_of_the_option_is_a_detector_with_its_sign_turned() -> None:
     from bnncli.evaluation import detectors
 
     assert set(EXPORTED_SCORES) == {*exported_parts.SCORES, "combined"}
-    assert set(EXPORTED_SCORES) <= set(detectors.of_predictions())
+    assert set(EXPORTED_SCORES) <= set(detectors.prediction_detectors())
     outputs, expected = both("mc", fitted(THREE, "kron")[1])
     assert torch.allclose(outputs["ood_score"], -expected.probs.amax(1), atol=1e-6)
     for name, wanted in (("entropy", expected.entropy), ("mutual_info", expected.mutual_info)):
@@ -175,7 +175,7 @@ def test_the_combined_score_is_that_of_predict(layout: HeadLayout, has_labels: b
     train, labels = torch.randn(400, 4, generator=generator), torch.arange(400) % 3
     train[:, :3] += 3 * torch.nn.functional.one_hot(labels, 3)
     theta = torch.randn(layout.num_params, generator=generator, dtype=torch.float64)
-    detector = Combined.fit(
+    detector = FittedViews.fit(
         train[:300], labels[:300] if has_labels else None, train[300:], layout=layout, theta=theta,
         device=torch.device("cpu"), generator=generator,
     )  # fmt: skip

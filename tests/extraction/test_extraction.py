@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import bnncli
 from bnncli.artifacts.features import read_features
 from bnncli.commands.demo import fixture_path
-from bnncli.data import Inputs, InputSplit, load_split
+from bnncli.data.splits import Inputs, InputSplit, load_split
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.models import features as parts
-from bnncli.models.architectures import load_network
+from bnncli.models.build import load_network
 from bnncli.models.checkpoints import load_checkpoint
-from bnncli.models.features import Head, InParts, PrecisionLoss, collect, counted, extract, head_of, prove_head
-from bnncli.models.head import BeforeLinks, logits_before
+from bnncli.models.features import FeatureComputation, PrecisionLoss, collect, extract, track_batches
+from bnncli.models.head import BeforeLinks, Head, head_of, logits_before, prove_head
 from bnncli.models.head_search import find_head
 from bnncli.parameters.tensor_bytes import peak_bytes
 from bnncli.progress import Task
@@ -261,9 +261,13 @@ def test_progress_counts_every_example(split: InputSplit) -> None:
             seen.append(amount)
 
     split = replace(split, name="val")
-    list(counted(extract(Classifier(), None, split, batch_size=4), split, progress=Counter()))
+    list(track_batches(extract(Classifier(), None, split, batch_size=4), split, progress=Counter()))
     assert seen == [4, 4, 2]
-    list(counted(extract(Classifier(), None, split, batch_size=4, first_row=4), split, first_row=4, progress=Counter()))
+    list(
+        track_batches(
+            extract(Classifier(), None, split, batch_size=4, first_row=4), split, first_row=4, progress=Counter()
+        )
+    )
     assert seen[3:] == [4, 4, 2]
 
 
@@ -481,7 +485,7 @@ def test_parts_give_what_the_batch_gives_with_bounded_activations(
     expected = read(batch)
     room = peak_bytes(lambda: read(batch)) // 5
     monkeypatch.setattr(parts, "_CPU_BYTES", room)
-    in_parts = InParts(read, CPU)
+    in_parts = FeatureComputation(read, CPU)
     inputs: Inputs = {"x": batch} if is_named else batch
     read.sizes.clear()
     found = in_parts(inputs)
@@ -498,7 +502,7 @@ def test_parts_give_what_the_batch_gives_with_bounded_activations(
 
 def test_batches_that_have_room_go_through_as_they_are() -> None:
     read = Counted()
-    InParts(read, CPU)(images(50))
+    FeatureComputation(read, CPU)(images(50))
     assert read.sizes == [50]
 
 
@@ -511,5 +515,5 @@ def test_a_network_of_one_batch_size_gets_that(monkeypatch: pytest.MonkeyPatch) 
         return read(inputs)
 
     monkeypatch.setattr(parts, "_CPU_BYTES", 1000)
-    InParts(fixed, CPU)(images(50))
+    FeatureComputation(fixed, CPU)(images(50))
     assert read.sizes == [50]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from bnncli.data import InputSplit, load_split
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError, UsageError
-from bnncli.models.features import Extracted, Head, _reader, collect, extract
-from bnncli.models.head import check_link, prove_head
+from bnncli.models.features import ExtractedFeatures, _reader, collect, extract
+from bnncli.models.head import Head, check_link, prove_head
 from bnncli.models.head_search import find_head
 
 pytestmark = pytest.mark.libraries
@@ -67,7 +67,7 @@ def found(network: nn.Module, inputs: Tensor = IMAGES, **asked: Any) -> Head:
     return find_head(network, lambda count: inputs[:count], **asked)
 
 
-def read(network: nn.Module, split: InputSplit, head: Head) -> Extracted:
+def read(network: nn.Module, split: InputSplit, head: Head) -> ExtractedFeatures:
     return collect(extract(network, head, split, batch_size=4), len(split))
 
 

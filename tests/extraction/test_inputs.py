@@ -13,7 +13,8 @@ from problems.words_model import MeanOfWords
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from bnncli.data import Batch, InputSplit, Preprocess, load_split
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import Batch, InputSplit, load_split
 from bnncli.errors import DataError
 from bnncli.models import features as padding
 from bnncli.models.features import check_repeats, collect, extract

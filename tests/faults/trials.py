@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bnncli import figures
-from bnncli.artifacts.atomic import temporaries
+from bnncli.artifacts.atomic import dead_temporaries
 from bnncli.artifacts.files import read_header
 from bnncli.cli.execute import run_command_line
 from bnncli.commands.export import build as export
@@ -210,7 +210,7 @@ class Campaign:
             yield f"fails when run again: {said[-300:]}"
         elif self.contents(self.place) != self.after:
             yield "gives other results when run again"
-        elif temporaries(self.place) or not self._hidden() <= self.hidden:
+        elif dead_temporaries(self.place) or not self._hidden() <= self.hidden:
             yield f"leaves {sorted(self._hidden() - self.hidden)} when run again"
 
     def mutated(self, fault: Fault) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.flows import SPACES, Recipe, choose_recipe, choose_space, push, resolved_settings, settings_of
+from bnncli.flows import SPACES, Recipe, choose_recipe, choose_space, push, resolve_settings, settings_of
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.flows._layers import orthonormal_columns
 from bnncli.options.declaration import class_attribute
@@ -355,7 +355,7 @@ def test_radial_gradients_are_right_far_from_the_center_and_where_the_square_of_
 @pytest.mark.parametrize("dim", [5, 30])
 def test_settings_are_those_of_a_layer_that_is_built(kind: str, settings: dict[str, Any], dim: int) -> None:
     for given in (settings, {}):
-        found = resolved_settings(kind, LAYOUTS[dim], **given)
+        found = resolve_settings(kind, LAYOUTS[dim], **given)
         assert found == settings_of(start_layer(kind, dim, **given)), given
         assert found == settings_of(start_layer(kind, dim, **found))
 
@@ -380,7 +380,7 @@ def test_what_a_class_declares_is_read_without_it(kind: str) -> None:
     ],
 )
 def test_a_wrong_setting_is_told_alike_with_and_without_a_layer(kind: str, given: dict[str, Any], said: str) -> None:
-    for use in (lambda: resolved_settings(kind, LAYOUTS[30], **given), lambda: start_layer(kind, 30, **given)):
+    for use in (lambda: resolve_settings(kind, LAYOUTS[30], **given), lambda: start_layer(kind, 30, **given)):
         with pytest.raises(UsageError) as caught:
             use()
         assert caught.value.message == said

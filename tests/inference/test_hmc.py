@@ -22,16 +22,17 @@ from bnncli.inference.dynamics import (
     DYNAMICS,
     JITTER,
     TURN,
+    MemoryDraws,
     StepFactors,
     StepSizeAdaptation,
     WhitenedPotential,
     adaptation_statistic,
     integrate,
-    parts,
     trajectory,
+    trajectory_stages,
     transition,
 )
-from bnncli.inference.hmc import HmcRun, MemoryDraws, sample_hmc
+from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.nuts import sample_nuts
 from bnncli.numerics import random as seeds
 from bnncli.parameters.layouts import HeadLayout
@@ -170,14 +171,14 @@ def test_energy_errors_fall_with_the_square_of_the_step(dynamics: str) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 6, 7, 12])
 def test_parts_of_a_trajectory_make_its_whole_length_and_are_the_same_backwards(num_steps: int) -> None:
-    found = parts(num_steps, 0.1, dynamics="split")
+    found = trajectory_stages(num_steps, 0.1, dynamics="split")
     assert len(found) == num_steps
     assert sum(one.whole for one in found) == pytest.approx(0.1 * num_steps)
     assert sum(one.before + one.after for one in found) == pytest.approx(0.1 * num_steps)
     kicks, moves = [(one.before, one.after) for one in found], [one.whole for one in found]
     assert kicks == [pytest.approx((after, before)) for before, after in reversed(kicks)]
     assert moves == pytest.approx(moves[::-1])
-    assert [(one.before, one.whole, one.after) for one in parts(num_steps, 0.1, dynamics="leapfrog")] == [
+    assert [(one.before, one.whole, one.after) for one in trajectory_stages(num_steps, 0.1, dynamics="leapfrog")] == [
         pytest.approx((0.05, 0.1, 0.05))
     ] * num_steps
 

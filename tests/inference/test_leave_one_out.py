@@ -17,7 +17,7 @@ import bnncli.commands.fit_laplace as stage
 from bnncli import registry
 from bnncli.inference import prior_criterion
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.prior_criterion import LeftOut, left_out_losses, logits_without_own
+from bnncli.inference.prior_criterion import LeftOutExamples, leave_one_out_logits, left_out_losses
 from bnncli.inference.prior_search import search
 from bnncli.likelihoods import MULTILABEL
 from bnncli.parameters.layouts import HeadLayout
@@ -47,7 +47,7 @@ def test_logits_without_an_example_are_a_newton_step_of_all_others(layout: HeadL
     target = make_target(layout, likelihood_scale=scale)
     fit = fit_gaussian(target, start=torch.zeros(layout.num_params))
     theta, mean = fit.gaussian.mean, fit.gaussian.logit_moments(target.features)
-    found = logits_without_own(*mean, target.labels, layout.likelihood, scale=scale)
+    found = leave_one_out_logits(*mean, target.labels, layout.likelihood, scale=scale)
     for row in range(0, 40, 7):
         others = without(target, row)
         _, gradient = others.log_joint_and_grad(theta.unsqueeze(0))
@@ -73,7 +73,7 @@ def test_losses_are_nearly_those_of_exact_refits(layout: HeadLayout) -> None:
     target = make_target(layout, prior=0.5)
     fit = fit_gaussian(target, start=torch.zeros(layout.num_params))
     noise = antithetic(2000, layout.num_outputs, seed=3)
-    held_out = LeftOut.of(target, seeded(0))
+    held_out = LeftOutExamples.of(target, seeded(0))
     found = left_out_losses(held_out, target, fit.gaussian.mean, fit.gaussian.covariance, noise=noise)
     inside = HeldOutFeatures(target.features, target.labels, layout)
     normal = torch.randn(4000, layout.num_params, generator=seeded(1), dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_losses_are_nearly_those_of_exact_refits(layout: HeadLayout) -> None:
 @pytest.mark.parametrize("structure", registry.names("curvature"))
 def test_a_search_finds_the_least_loss_of_a_grid(structure: str) -> None:
     layout = LAYOUTS[0]
-    target, held_out = make_target(layout), LeftOut.of(make_target(layout), seeded(0))
+    target, held_out = make_target(layout), LeftOutExamples.of(make_target(layout), seeded(0))
     common = {"start": torch.zeros(layout.num_params), "structure": structure}
     found = search(target, generator=seeded(7), criterion="loo", held_out=held_out, **common)
     losses = {}
@@ -110,7 +110,7 @@ def test_a_search_finds_the_least_loss_of_a_grid(structure: str) -> None:
 def test_many_examples_are_told_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prior_criterion, "MOST_ROWS", 15)
     target = make_target(LAYOUTS[0])
-    held_out = LeftOut.of(target, seeded(0))
+    held_out = LeftOutExamples.of(target, seeded(0))
     assert (len(held_out.features), len(held_out.labels)) == (15, 15)
     rows = [int((target.features == row).all(dim=1).nonzero()) for row in held_out.features]
     assert rows == sorted({*rows})

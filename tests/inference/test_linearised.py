@@ -19,7 +19,7 @@ from bnncli.inference import laplace as module
 from bnncli.inference.laplace import fit_gaussian, linear_draws, precision_operator, right_sides, solve
 from bnncli.inference.memory import NUM_DRAWS
 from bnncli.inference.mode import covariance_at
-from bnncli.inference.prior_criterion import linearised_losses, noise_size, shared_by
+from bnncli.inference.prior_criterion import covariances_at_once, linearised_losses, noise_size
 from bnncli.inference.prior_search import search
 from bnncli.integrators import load_integrator
 from bnncli.numerics.random import quasi_normal
@@ -79,7 +79,7 @@ def test_draws_of_the_logits_have_their_linearised_variance(structure: str) -> N
 def test_covariances_that_are_judged_together_are_judged_as_alone(structure: str) -> None:
     target = tiny_target(3)
     held, theta = held_out_of(target), target.layout.trained()
-    assert shared_by(target.layout, structure, 8) > 3
+    assert covariances_at_once(target.layout, structure, 8) > 3
     noise = torch.randn(8, 3, generator=seeded(3), dtype=torch.float64)
     priors = Prior(0.2), Prior(3.0, 0.1), Prior(50.0)
     hessian = covariance_at(target, theta, structure).hessian

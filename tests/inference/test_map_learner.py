@@ -14,7 +14,7 @@ from bnncli.data.pixels import Augmentation
 from bnncli.errors import NumericError
 from bnncli.inference.map_training import Examples, MapLearner, MapSettings, StackedNetworks, Streams, evaluate
 from bnncli.likelihoods import likelihood_of
-from bnncli.training.loop import Course, num_batches, train
+from bnncli.training.loop import LearningRateSchedule, num_batches, train
 
 PLAIN = MapSettings("sgd", 0.1, 0.9, 1e-2, batch_size=8)
 EPOCHS = 3
@@ -51,7 +51,7 @@ def learner(modules: Sequence[nn.Module], seeds: Sequence[int], settings: MapSet
 
 
 def trained(one: MapLearner, **more: Any) -> MapLearner:
-    train(one, Course(EPOCHS, num_batches(one), "cosine"), what="train", **more)
+    train(one, LearningRateSchedule(EPOCHS, num_batches(one), "cosine"), what="train", **more)
     return one
 
 

@@ -42,7 +42,7 @@ def test_the_estimate_of_draws_is_within_a_factor_of_two_of_their_peak(measured:
     chains, draws, outputs, features, chosen = DRAWS
     num_params = HeadLayout(outputs, features).num_params
     for used in (chains * draws, chosen):
-        expected = memory.drawn_bytes(num_params, num_used=used, num_stored=chains * draws)
+        expected = memory.draw_prediction_bytes(num_params, num_used=used, num_stored=chains * draws)
         assert 0.5 < expected / measured[named((*DRAWS, used))] < 1.5, (used, expected, measured)
 
 

@@ -21,7 +21,7 @@ from bnncli.errors import NumericError
 from bnncli.inference import mode as climb_module
 from bnncli.inference import mode as mode_module
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.mode import Mode, climb, covariance_at, find_mode, solve_within
+from bnncli.inference.mode import Mode, climb_to_mode, covariance_at, find_mode, solve_within
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
@@ -368,7 +368,7 @@ def network_mode_by_scipy() -> tuple[np.ndarray, float]:
 def test_the_mode_of_a_network_is_the_one_that_scipy_finds() -> None:
     target = tanh_network()
     theta, value = network_mode_by_scipy()
-    found = climb(target, target.layout.trained(), tolerance=1e-6)
+    found = climb_to_mode(target, target.layout.trained(), tolerance=1e-6)
     assert found.log_joint == pytest.approx(value, abs=1e-9)
     both = torch.stack([found.theta, torch.tensor(theta)])
     logits = target.logits(both, slice(None))  # the same mode, but for the signs and the order of units
@@ -394,7 +394,7 @@ def test_second_derivatives_are_those_of_autograd(monkeypatch: pytest.MonkeyPatc
 
 def test_a_linear_network_has_the_last_layers_mode() -> None:
     target = make(lambda: nn.Linear(4, 3), 4)
-    found = climb(target, target.layout.trained(), tolerance=1e-6)
+    found = climb_to_mode(target, target.layout.trained(), tolerance=1e-6)
     last = LastLayerTarget(target.inputs, target.labels, HeadLayout(3, 4), target.prior)
     expected = find_mode(last, torch.zeros(15), tolerance=1e-6)
     torch.testing.assert_close(found.theta, expected.theta, rtol=0, atol=1e-6)
@@ -405,7 +405,7 @@ def test_a_saddle_is_left() -> None:
     target = tanh_network()
     start = 1e-3 * target.layout.trained()
     assert float(torch.linalg.eigvalsh(dense_hessian(target, start))[0]) < -1
-    found = climb(target, start)
+    found = climb_to_mode(target, start)
     assert float(torch.linalg.eigvalsh(dense_hessian(target, found.theta))[0]) > 0
     assert found.log_joint > float(target.log_joint(start[None])) + 5
 
@@ -413,7 +413,7 @@ def test_a_saddle_is_left() -> None:
 def test_units_with_kinks_end_where_nothing_near_is_higher_or_say_how_far() -> None:
     target = relu_network()
     start = target.layout.trained()
-    found = climb(target, start)
+    found = climb_to_mode(target, start)
     assert (found.newton_decrement < 1e-3) == (found.shortfall is None)
     assert found.newton_decrement < max(1.0, 0.05 * math.sqrt(len(start)))
     around = found.theta + 0.003 * torch.randn(100, len(start), generator=seeded(4), dtype=torch.float64)
@@ -425,7 +425,7 @@ def test_a_search_that_may_not_go_on_says_how_far_it_came() -> None:
     with pytest.raises(
         NumericError, match=r"no mode after \d+ passes over the data: .* away.*; the limit of 9 passes was reached"
     ):
-        climb(target, target.layout.trained() * 0 + 0.1, most_passes=9)
+        climb_to_mode(target, target.layout.trained() * 0 + 0.1, most_passes=9)
 
 
 def test_a_search_that_ends_near_gives_what_it_has_and_no_evidence_where_that_would_be_wrong(

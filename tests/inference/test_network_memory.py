@@ -97,7 +97,7 @@ def test_chains_that_do_not_fit_are_refused_with_how_many_do(monkeypatch: pytest
 @pytest.mark.parametrize("structure", ["block", "kron", "diag"])
 def test_the_making_of_a_block_takes_what_was_planned(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        network_memory, "with_kernels", lambda work, layout, count, device: work.of(count)
+        network_memory, "process_bytes", lambda work, layout, count, device: work.of(count)
     )  # not what a CPU's kernels take
     layout, count = make_layout(), 128
     target, theta = make_target(layout, count), layout.trained()

@@ -23,11 +23,11 @@ from bnncli.artifacts.resume import DrawFile
 from bnncli.covariances._roots import inverse_root
 from bnncli.curvature import ggn
 from bnncli.evaluation.convergence import convergence, held_out_convergence
-from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential
-from bnncli.inference.hmc import DrawStore, HmcRun, Workers, sample_hmc
-from bnncli.inference.laplace import complete, fit_gaussian
+from bnncli.inference.dynamics import DYNAMICS, DrawStore, WhitenedPotential
+from bnncli.inference.hmc import HmcRun, Workers, sample_hmc
+from bnncli.inference.laplace import complete_draws, fit_gaussian
 from bnncli.models import features as parts
-from bnncli.models.features import InParts
+from bnncli.models.features import FeatureComputation
 from bnncli.numerics import random as seeds
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
@@ -78,7 +78,7 @@ def sample(case: Case, device: torch.device = CPU, *, is_resident: bool = True, 
     features, labels = case.target.features, case.target.labels.to(device)
     target = replace(case.target, features=features.to(device) if is_resident else features, labels=labels)
     rows = case.rows.to(device=device) if case.rows else None
-    whole = partial(complete, rows=rows, prior=target.prior) if rows else None
+    whole = partial(complete_draws, rows=rows, prior=target.prior) if rows else None
     coarse = choose_gradient(words.pop("gradients", "float32"), target, case.base.mean)
     words = {"num_chains": 3, "num_warmup": 2, "num_draws": 3, "complete": whole, "coarse": coarse} | words
     return sample_hmc(target, mode=case.base.mean, covariance=case.base.covariance, generator=seeded(1), **words)
@@ -344,7 +344,7 @@ def test_a_batch_in_parts_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -
                 wide = torch.cat([inputs] * 20, dim=1)
                 return wide[:, :3], network(inputs)
 
-        features, output = InParts(read, GPU)(torch.randn(30, 200, generator=seeded()).to(GPU))  # type: ignore[arg-type]
+        features, output = FeatureComputation(read, GPU)(torch.randn(30, 200, generator=seeded()).to(GPU))  # type: ignore[arg-type]
         assert features.is_cuda
         assert output.is_cuda
     assert gpu.problems() == []

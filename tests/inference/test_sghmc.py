@@ -15,19 +15,19 @@ from bnncli.covariances.full import Full
 from bnncli.errors import NumericError
 from bnncli.evaluation.convergence import RankLaw
 from bnncli.inference import simulation as sghmc_refit
-from bnncli.inference.dynamics import SomeDraws, WhiteCoordinates
+from bnncli.inference.dynamics import DrawSubset, WhiteCoordinates
 from bnncli.inference.sghmc import (
     SghmcPlan,
     SghmcRun,
-    inflation,
     largest_curvature,
     mean_square,
-    num_apart,
-    planned,
+    num_independent_draws,
+    plan_chains,
     preconditioner,
     sample_sghmc,
+    variance_inflation,
 )
-from bnncli.inference.simulation import GaussianRefit, Problem, SghmcRefit, quantities, ranks_of
+from bnncli.inference.simulation import GaussianRefit, Problem, SghmcRefit, rank_quantities, ranked_quantities
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior, initial_theta
 from bnncli.posteriors.gaussian import Gaussian
@@ -75,7 +75,7 @@ def test_variances_on_a_gaussian_are_those_of_the_formula(decay: float, temperat
     h = torch.tensor([4.0, 4.0, 1.0], dtype=torch.float64)
     expected = temperature / h / (1 - rate / N * h / (2 * (2 - decay)))
     assert_variances(draws_of(gaussian_target(), plan), expected)
-    assert inflation(plan, 4.0, N, rate)[0] == pytest.approx(float(expected[0] * 4 / temperature) - 1)
+    assert variance_inflation(plan, 4.0, N, rate)[0] == pytest.approx(float(expected[0] * 4 / temperature) - 1)
 
 
 def test_in_the_coordinates_of_a_gaussian_the_variances_are_those_of_its_directions() -> None:
@@ -110,7 +110,7 @@ def test_minibatches_add_no_more_variance_than_is_said_and_much_of_it() -> None:
     stiffness = float(base.covariance.unwhiten(torch.ones(1, 1, dtype=torch.float64))) ** -2
     plan = SghmcPlan(30, 1, 24, 6, 10, 0.02 * 1000 / stiffness, 0.5, is_cyclical=False)
     draws = sample_sghmc(target, plan, start=base.mean.expand(30, -1), generator=seeded()).draws
-    by_length, by_batches = inflation(plan, stiffness, 1000, plan.learning_rate)
+    by_length, by_batches = variance_inflation(plan, stiffness, 1000, plan.learning_rate)
     assert by_batches == pytest.approx(0.02 * 99, rel=1e-6)
     found = float((draws.double() - base.mean).square().mean()) * stiffness
     assert 1 + 0.3 * by_batches < found < (1 + by_length) * (1 + 1.1 * by_batches)
@@ -187,7 +187,7 @@ def left_after(num_epochs: int, decay: float, reach: float, num_batches: int = 1
 @pytest.mark.parametrize(("decay", "curvature"), [(0.2, 1.0), (0.2, 0.02), (1.0, 1.0), (0.05, 0.004)])
 def test_draws_are_apart_where_a_tenth_is_left(decay: float, curvature: float) -> None:
     plan = SghmcPlan(1000, 1, 700, 300, NUM_EXAMPLES, 17.0, decay, is_cyclical=False)
-    found, in_turn = num_apart(plan, curvature, NUM_EXAMPLES)
+    found, in_turn = num_independent_draws(plan, curvature, NUM_EXAMPLES)
     spacing = 700 // found
     assert in_turn == 1
     assert (
@@ -199,33 +199,35 @@ def test_draws_are_apart_where_a_tenth_is_left(decay: float, curvature: float) -
 
 def test_an_epoch_of_more_steps_forgets_more() -> None:
     plan = SghmcPlan(1000, 1, 700, 300, NUM_EXAMPLES // 4, 17.0, 0.2, is_cyclical=False)
-    assert num_apart(plan, 1.0, NUM_EXAMPLES)[0] == pytest.approx(
-        4 * num_apart(RATE_PLAN, 1.0, NUM_EXAMPLES)[0], rel=0.2
+    assert num_independent_draws(plan, 1.0, NUM_EXAMPLES)[0] == pytest.approx(
+        4 * num_independent_draws(RATE_PLAN, 1.0, NUM_EXAMPLES)[0], rel=0.2
     )
 
 
 def test_draws_are_of_those_that_the_plan_keeps() -> None:
     """Of 700 epochs the last 600."""
     plan = SghmcPlan(1000, 1, 200, 300, NUM_EXAMPLES, 17.0, 0.2, is_cyclical=False)
-    assert num_apart(RATE_PLAN, 1.0, NUM_EXAMPLES)[0] == 700 // 21
-    assert num_apart(plan, 1.0, NUM_EXAMPLES)[0] == 600 // 21
+    assert num_independent_draws(RATE_PLAN, 1.0, NUM_EXAMPLES)[0] == 700 // 21
+    assert num_independent_draws(plan, 1.0, NUM_EXAMPLES)[0] == 600 // 21
 
 
 @pytest.mark.parametrize("curvature", [0.0, 1e-4])
 def test_of_chains_that_do_not_forget_one_draw_is_kept(curvature: float) -> None:
-    assert num_apart(RATE_PLAN, curvature, NUM_EXAMPLES) == (1, 1)
+    assert num_independent_draws(RATE_PLAN, curvature, NUM_EXAMPLES) == (1, 1)
 
 
 def test_the_end_of_a_cycle_forgets_less_than_its_start_and_short_cycles_are_taken_in_turn() -> None:
     cyclical = SghmcPlan(1000, 4, 50, 0, NUM_EXAMPLES, 17.0, 1.0)
     steady = SghmcPlan(1000, 4, 50, 0, NUM_EXAMPLES, 17.0, 1.0, is_cyclical=False)
-    assert 1 <= num_apart(cyclical, 1.0, NUM_EXAMPLES)[0] < num_apart(steady, 1.0, NUM_EXAMPLES)[0]
+    assert (
+        1 <= num_independent_draws(cyclical, 1.0, NUM_EXAMPLES)[0] < num_independent_draws(steady, 1.0, NUM_EXAMPLES)[0]
+    )
     rate = math.log(10) / 0.17 / 0.5 / 10  # of cycles of 10 epochs one forgets a tenth of the way in e-foldings
     short = SghmcPlan(1000, 100, 1, 5, NUM_EXAMPLES, 17.0, 1.0)
-    found, in_turn = num_apart(short, rate / 3, NUM_EXAMPLES)
+    found, in_turn = num_independent_draws(short, rate / 3, NUM_EXAMPLES)
     assert found == 1
     assert in_turn in (3, 4)
-    assert num_apart(short, 0.0, NUM_EXAMPLES) == (1, 100)
+    assert num_independent_draws(short, 0.0, NUM_EXAMPLES) == (1, 100)
 
 
 WHOLE = 10**9
@@ -266,7 +268,7 @@ def test_without_noise_each_chain_goes_as_it_would_alone(case: str) -> None:
     for index, target in enumerate(targets):
         start = starts.view(3, 4, -1)[index]
         whitening = None if bases is None else WhiteCoordinates.of(bases[index], "cpu", torch.float64)
-        chosen = planned(
+        chosen = plan_chains(
             target,
             lambda rate: replace(refit.plan, learning_rate=rate, batch_size=30),
             places=[start[0]] if bases is None else [start[0], bases[index].mean],
@@ -313,8 +315,8 @@ def ranks_are_doubted(refit: SghmcRefit, num: int) -> bool:
     thetas = (
         torch.randn(num, layout.num_params, generator=generator, dtype=torch.float64) / prior.diagonal(layout).sqrt()
     )
-    ranked = quantities(layout, torch.randn(9, 5, generator=generator), seeded(4))
-    ranks = ranks_of(problem, thetas, refit, ranked=ranked, num_draws=60, generator=generator)
+    ranked = ranked_quantities(layout, torch.randn(9, 5, generator=generator), seeded(4))
+    ranks = rank_quantities(problem, thetas, refit, ranked=ranked, num_draws=60, generator=generator)
     law = RankLaw(num, 60)
     return min(law.p_value(one) for one in ranks.numpy()) <= 0.002 / len(ranked)
 
@@ -343,7 +345,7 @@ def test_chains_at_the_posteriors_temperature_pass(refit: SghmcRefit) -> None:
 
 def test_a_store_keeps_the_draws_of_each_chain_whose_turn_it_is() -> None:
     draws, places = torch.randn(3, 5, 2, generator=seeded()), torch.tensor([[0, 1, 0], [4, 2, 3]])
-    store = SomeDraws(places)
+    store = DrawSubset(places)
     for turn in range(5):
         store.append(draws[:, turn])
     torch.testing.assert_close(store.draws(), draws.gather(1, places.T.unsqueeze(2).expand(-1, -1, 2)))

@@ -27,9 +27,9 @@ from bnncli.inference.simulation import (
     RankedNumber,
     Refit,
     prior_draws,
-    quantities,
-    ranks_of,
-    simulated_labels,
+    rank_quantities,
+    ranked_quantities,
+    simulate_labels,
 )
 from bnncli.latent.fit import Scaling, fit_latent
 from bnncli.latent.model import LatentModel, SpikeAndSlab, bias_divergence, weight_divergence
@@ -65,8 +65,8 @@ def p_values(
             torch.randn(num, layout.num_params, generator=generator, dtype=torch.float64)
             / PRIOR.diagonal(layout).sqrt()
         )
-    ranked = quantities(layout, torch.randn(9, layout.num_features, generator=generator), seeded(4))
-    ranks = ranks_of(problem, thetas, refit, ranked=ranked, num_draws=NUM_DRAWS, generator=generator)
+    ranked = ranked_quantities(layout, torch.randn(9, layout.num_features, generator=generator), seeded(4))
+    ranks = rank_quantities(problem, thetas, refit, ranked=ranked, num_draws=NUM_DRAWS, generator=generator)
     law = RankLaw(len(thetas), NUM_DRAWS)
     return {one.name: law.p_value(some) for one, some in zip(ranked, ranks.numpy(), strict=True)}
 
@@ -156,7 +156,7 @@ def test_a_flow_without_training_is_its_base() -> None:
 def test_truths_of_a_posterior_pass_beside_its_data_and_not_without_them() -> None:
     theta = 4 * torch.randn(LAYOUT.num_params, generator=seeded(7), dtype=torch.float64)
     rows = features(80)
-    observed = (rows, simulated_labels(LAYOUT, rows, theta, seeded(8)))
+    observed = (rows, simulate_labels(LAYOUT, rows, theta, seeded(8)))
     target = LastLayerTarget(*observed, LAYOUT, PRIOR)
     gaussian = fit_gaussian(target, start=torch.zeros(LAYOUT.num_params)).gaussian
     drawn = sample_hmc(
@@ -177,7 +177,7 @@ def test_logits_that_are_ranked_are_those_that_the_data_can_tell(layout: HeadLay
     logits = layout.logits(held_out.double(), theta[None])[0]
     if layout.likelihood_name is None and layout.num_outputs > 1:
         logits = logits - logits.mean(dim=1, keepdim=True)
-    ranked = quantities(layout, held_out, seeded(4), num_logits=6)
+    ranked = ranked_quantities(layout, held_out, seeded(4), num_logits=6)
     found = [one for one in ranked if one.name.startswith("logit")]
     assert len(found) == 6
     for one in found:
@@ -192,7 +192,7 @@ def test_logits_that_are_ranked_are_those_that_the_data_can_tell(layout: HeadLay
 def test_labels_are_drawn_with_the_probabilities_of_their_classes(layout: HeadLayout) -> None:
     theta = torch.randn(layout.num_params, generator=seeded(5), dtype=torch.float64)
     num, likelihood = 20_000, layout.likelihood
-    labels = simulated_labels(layout, torch.ones(num, 1), theta, seeded(6))
+    labels = simulate_labels(layout, torch.ones(num, 1), theta, seeded(6))
     logits = layout.logits(torch.ones(1, 1, dtype=torch.float64), theta.unsqueeze(0))[0]
     expected = likelihood.class_probabilities(logits, dim=1)[0]
     found = (
@@ -211,7 +211,7 @@ def test_equal_numbers_are_ranked_at_random() -> None:
     problem = Problem(features(5), LAYOUT, PRIOR)
     ranked = [RankedNumber("one", torch.eye(LAYOUT.num_params, dtype=torch.float64)[0])]
     thetas = torch.zeros(300, LAYOUT.num_params, dtype=torch.float64)
-    ranks = ranks_of(problem, thetas, stuck, ranked=ranked, num_draws=9, generator=seeded())
+    ranks = rank_quantities(problem, thetas, stuck, ranked=ranked, num_draws=9, generator=seeded())
     assert RankLaw(300, 9).p_value(ranks[0].numpy()) > 0.001
 
 
@@ -239,9 +239,9 @@ def least_p_value(refit: Refit, *, num: int, num_examples: int, net: NetworkLayo
     generator, layout = seeded(3), net.head
     assert layout is not None
     thetas = prior_draws(net, SpikeAndSlab.constant(1, inclusion=0.5), num, generator)
-    ranked = quantities(layout, latent_features(9, net), seeded(4), of_labels=LOG_LIKELIHOOD)
+    ranked = ranked_quantities(layout, latent_features(9, net), seeded(4), of_labels=LOG_LIKELIHOOD)
     problem = Problem(latent_features(num_examples, net), layout, Prior(1.0))
-    ranks = ranks_of(problem, thetas, refit, ranked=ranked, num_draws=NUM_DRAWS, generator=generator)
+    ranks = rank_quantities(problem, thetas, refit, ranked=ranked, num_draws=NUM_DRAWS, generator=generator)
     assert ranked[0].name == "log likelihood"
     return len(ranked) * min(RankLaw(num, NUM_DRAWS).p_value(one.numpy()) for one in ranks)
 
@@ -350,7 +350,7 @@ def test_the_log_likelihood_of_the_simulated_labels_is_ranked() -> None:
 
     ranked = [RankedNumber(LOG_LIKELIHOOD)]
     problem = Problem(rows, layout, Prior(1.0))
-    ranks = ranks_of(problem, thetas, refit, ranked=ranked, num_draws=9, generator=seeded())[0]
+    ranks = rank_quantities(problem, thetas, refit, ranked=ranked, num_draws=9, generator=seeded())[0]
     every = torch.cat([thetas.unsqueeze(1), draws], dim=1)
     logits = every[..., :2] @ rows.double().T + every[..., 2:]  # (M, 1 + L, N)
     labels = torch.stack(seen).double().unsqueeze(1).expand_as(logits)

@@ -26,7 +26,7 @@ from bnncli.inference.prior_search import (
     SearchRows,
     choose_structure,
     first_near_the_best,
-    is_brief,
+    is_short_search,
     search,
     search_rows,
     search_size,
@@ -34,7 +34,7 @@ from bnncli.inference.prior_search import (
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT
-from bnncli.system.devices import speed_of
+from bnncli.system.devices import estimate_speed
 from bnncli.system.memory import SHARE
 from bnncli.targets.last_layer import LastLayerTarget
 from tests.conftest import make_arrays
@@ -221,7 +221,7 @@ def test_in_the_span_of_few_examples_the_exact_structure_is_taken_and_predicts(c
     assert cli("refine", run, "--epochs", "1", "--flow", "affine").code == 0
 
 
-CORE = speed_of("cpu", threads=1)
+CORE = estimate_speed("cpu", threads=1)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +262,12 @@ def test_the_largest_quick_covariance_is_as_large_as_the_device_is_fast(monkeypa
             torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
         )
         found[capability] = largest_full("cuda:0")
-    seconds = fit_seconds("full", HeadLayout(100, 256), num_examples=50_000, speed=speed_of("cuda:0"))
+    seconds = fit_seconds("full", HeadLayout(100, 256), num_examples=50_000, speed=estimate_speed("cuda:0"))
     assert QUICK_ANYWHERE < found[8, 9] < 25_700 < found[9, 0]  # what is fast in float32 alone takes long
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert fit_seconds("full", HeadLayout(100, 256), num_examples=50_000, speed=speed_of("cuda:0")) < seconds < 1000
+    assert (
+        fit_seconds("full", HeadLayout(100, 256), num_examples=50_000, speed=estimate_speed("cuda:0")) < seconds < 1000
+    )
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -309,10 +311,10 @@ def test_a_search_reads_ten_examples_of_an_output_at_least_and_more_on_a_gpu() -
 
 
 def test_a_search_by_all_examples_is_brief_where_its_modes_take_seconds() -> None:
-    assert not is_brief(11_300, num_params=7_700, device=CPU)
-    assert not is_brief(60_000, num_params=850, device=CPU)
-    assert is_brief(32_000, num_params=51_225, device=CPU)
-    assert not is_brief(32_000, num_params=51_225, device=CUDA)
+    assert not is_short_search(11_300, num_params=7_700, device=CPU)
+    assert not is_short_search(60_000, num_params=850, device=CPU)
+    assert is_short_search(32_000, num_params=51_225, device=CPU)
+    assert not is_short_search(32_000, num_params=51_225, device=CUDA)
 
 
 def test_a_search_of_a_large_head_leaves_precisions_out_and_finds_the_same() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bnncli.covariances.swag import Swag
 from bnncli.errors import NumericError
-from bnncli.inference.swag import LEAST_SHARE, SwagPlan, fit_swag, noise_trace, tamed
+from bnncli.inference.swag import LEAST_SHARE, SwagPlan, fit_swag, halve_learning_rate, noise_trace
 from bnncli.logits._head import head_spread
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
@@ -152,10 +152,10 @@ def test_a_rate_that_is_too_high_is_told() -> None:
 def test_a_rate_at_which_steps_run_away_is_halved_and_a_right_one_kept() -> None:
     target, start = head_target(LAYOUT, 200, labels=by_noisy_sign), draw_theta(LAYOUT)
     right = SwagPlan(2, 10, 4, 20, learning_rate=0.05)
-    kept, epochs = tamed(target, right, start=start, generator=seeded())
+    kept, epochs = halve_learning_rate(target, right, start=start, generator=seeded())
     assert (kept, epochs) == (right, 10)
     hot = replace(right, learning_rate=1000 * 0.05)
-    cooled, epochs = tamed(target, hot, start=start, generator=seeded())
+    cooled, epochs = halve_learning_rate(target, hot, start=start, generator=seeded())
     assert cooled.learning_rate < 0.1 * hot.learning_rate
     assert epochs > 10
     ends = [float(fit_swag(target, plan, start=start, generator=seeded()).history[-1]) for plan in (hot, cooled)]

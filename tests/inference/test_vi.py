@@ -18,7 +18,7 @@ from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import diagnose_importance, elbo
 from bnncli.inference.sghmc import largest_curvature
-from bnncli.inference.vi import START_SHARE, ViPlan, fit_vi, logit_draws, shortfall
+from bnncli.inference.vi import START_SHARE, ViPlan, estimate_shortfall, fit_vi, logit_draws
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
@@ -91,7 +91,7 @@ def test_the_default_steps_reach_the_maximum_of_the_elbo_and_fewer_are_noticed(n
     fit = fit_vi(target, plan, start=torch.zeros(10), generator=seeded())
     log_sd = 0.5 * fit.gaussian.covariance.variances.log()  # type: ignore[attr-defined]
     short = -best.fun - float(exact_elbo(features, signs, fit.gaussian.mean, log_sd))
-    found = shortfall(target, fit.gaussian, generator=seeded(4))
+    found = estimate_shortfall(target, fit.gaussian, generator=seeded(4))
     assert (short > 5, short < 0.1) == (is_short, not is_short)
     assert found.is_large(10) == is_short
     # The quadratic model is of the end: of a sigmoid it says too little from far away.
@@ -130,7 +130,7 @@ def test_the_shortfall_of_a_gaussian_target_is_exact(weight: float) -> None:
     away = torch.tensor([1.0, -2.0, 0.5, 0.1], dtype=torch.float64)
     for factor in (0.0, 1.0):
         gaussian = Gaussian(mean + factor * away, Diag(sd**2), target.layout)
-        found = shortfall(target, gaussian, kl_weight=weight, generator=seeded(1))
+        found = estimate_shortfall(target, gaussian, kl_weight=weight, generator=seeded(1))
         expected = 0.5 * factor * float(away @ precision @ away)
         assert abs(found.value - expected) < 4 * found.standard_error + 0.01 * expected
         assert found.standard_error < 0.2

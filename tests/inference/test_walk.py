@@ -16,8 +16,8 @@ from bnncli.inference.dynamics import FALL, PlainMover, State, WhitenedPotential
 from bnncli.inference.hmc import (
     MOST_GROUPS,
     SamplerSettings,
+    SamplerState,
     SharedMover,
-    Walk,
     Workers,
     advance,
     chain_groups,
@@ -149,7 +149,7 @@ def test_chains_from_far_starts_are_settled_before_the_step_size_is_sought() -> 
     """By the potential's distribution, P / 2 or so above its least, and in no more gradients than settled chains take."""
     potential, settings = large_potential(), SamplerSettings(num_warmup=40, target_accept=0.8, dynamics="split")
     dim = LARGE.num_params
-    walk = Walk.start(potential, settings, 2 * torch.randn(16, dim, generator=seeded(6), dtype=torch.float64))
+    walk = SamplerState.start(potential, settings, 2 * torch.randn(16, dim, generator=seeded(6), dtype=torch.float64))
     generator = seeded(7)
     for _ in range(settings.num_settling):
         walk, _ = advance(potential, walk, settings, generator=generator)

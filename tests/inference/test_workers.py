@@ -19,7 +19,7 @@ from bnncli.system import memory as panels
 from bnncli.system.workers import Team
 from bnncli.targets import last_layer
 from bnncli.targets import last_layer as products
-from bnncli.targets.last_layer import KeptProbabilities, LastLayerTarget
+from bnncli.targets.last_layer import LastLayerTarget, ProbabilityCache
 
 local = threading.local()
 
@@ -30,16 +30,16 @@ def test_the_mode_is_that_of_one_worker(size: int, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(f"{place}.team", lambda: getattr(local, "team", None))
     monkeypatch.setattr(last_layer, "rough_multiply", lambda device: products._multiply_and_round)
     monkeypatch.setattr(mode_module, "_MANY", 20)
-    room = KeptProbabilities.room
+    room = ProbabilityCache.room
 
     def empty_room(
-        self: KeptProbabilities, theta: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+        self: ProbabilityCache, theta: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
     ) -> torch.Tensor | None:
         """Rows of others, read by mistake, are not to be mistaken for numbers."""
         found = room(self, theta, shape, dtype)
         return None if found is None else found.fill_(torch.nan)
 
-    monkeypatch.setattr(KeptProbabilities, "room", empty_room)
+    monkeypatch.setattr(ProbabilityCache, "room", empty_room)
 
     targets = [
         head_target(HeadLayout(4, 6), 131, labels=at_random, prior=2.0, dtype=torch.float32) for _ in range(size)

@@ -30,8 +30,8 @@ from bnncli.integrators._partitions import (
     central_interval,
     effective_draws,
     group_ends,
+    group_mean_rows,
     interval_level,
-    kept_rows,
     scramble_ends,
 )
 from bnncli.integrators.mc import FEWEST_DRAWS, DrawnMc, sample_in_runs
@@ -108,12 +108,12 @@ def test_group_means_are_those_of_their_draws(
 
 
 def test_rows_that_are_kept_are_evenly_spaced_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch.equal(kept_rows(10_000, 10, 10), torch.arange(10_000))
-    rows = kept_rows(10_000, 1000, 10)
+    assert torch.equal(group_mean_rows(10_000, 10, 10), torch.arange(10_000))
+    rows = group_mean_rows(10_000, 1000, 10)
     assert len(rows) == _groups.MOST_BYTES // 40_000
     assert set((rows[1:] - rows[:-1]).tolist()) == {5, 6}
     assert (rows[0], rows[-1]) == (0, 9994)
-    assert len(kept_rows(0, 3, 10)) == 0
+    assert len(group_mean_rows(0, 3, 10)) == 0
 
 
 @pytest.mark.parametrize("is_cut", [False, True])

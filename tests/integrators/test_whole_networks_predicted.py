@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bnncli.covariances.full import Full
 from bnncli.curvature import ggn
 from bnncli.integrators import load_integrator
-from bnncli.integrators._moments import drawn_theta, energy_and_max_logit, mean_theta
+from bnncli.integrators._moments import energy_and_max_logit, mean_theta, representative_draws
 from bnncli.logits import LogitRoot
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
@@ -147,7 +147,7 @@ def test_scores_of_draws_in_two_modes_are_of_the_mean_logits_not_of_a_network_be
     draws = torch.stack([theta, theta * flip]).repeat(200, 1)
     torch.testing.assert_close(*layout.logits(inputs(), draws[:2]))
     samples = Samples(draws.float().unsqueeze(0), layout)
-    found = energy_and_max_logit(inputs(), drawn_theta(samples, seeded()), layout)
+    found = energy_and_max_logit(inputs(), representative_draws(samples, seeded()), layout)
     one = energy_and_max_logit(inputs(), theta, layout)
     torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5)
     between = energy_and_max_logit(inputs(), mean_theta(samples, seeded()), layout)

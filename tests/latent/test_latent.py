@@ -39,7 +39,7 @@ from bnncli.latent.fit import (
     draw_activations,
     draw_logits,
     fit_latent,
-    leaves,
+    weight_moments,
     workspace_of,
 )
 from bnncli.latent.model import (
@@ -48,14 +48,14 @@ from bnncli.latent.model import (
     SpikeAndSlab,
     bias_divergence,
     factor_gradients,
-    learnt_prior,
+    learn_prior,
     weight_divergence,
 )
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.progress import SilentProgress
 from bnncli.targets.blocks import FeatureBlocks
-from bnncli.training.loop import Course, num_batches, train
+from bnncli.training.loop import LearningRateSchedule, num_batches, train
 
 SMALL = NetworkLayout((4, 3, 2))
 
@@ -183,7 +183,7 @@ def test_drawn_weights_have_the_moments_that_activations_are_drawn_with(has_mult
     features = torch.tensor([[0.5, -1.0, 2.0, 0.1]], dtype=torch.float64)
     by_weights = layout.logits(features, theta)[:, 0]
     repeated = features.expand(count, -1)
-    by_activations = draw_logits(model, repeated, leaves(model, "exact"), seeded(6), multiplier_draws=count)[1]
+    by_activations = draw_logits(model, repeated, weight_moments(model, "exact"), seeded(6), multiplier_draws=count)[1]
     error = by_weights.std(dim=0) / math.sqrt(count)
     assert ((by_weights.mean(dim=0) - by_activations.mean(dim=0)).abs() < 6 * error).all()
     # A variance's standard error is var sqrt((kurtosis - 1) / S); six of them for a kurtosis of 6.
@@ -446,8 +446,8 @@ def test_draws_and_flows_stay_where_the_model_is(has_multipliers: bool) -> None:
     posterior = LatentBinary(moved, tuple(moved.multiplier_means(seeded(0))), 1, *scaling)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
     found = [posterior.sample(3, seeded(1)), posterior.center, posterior.mean_theta, posterior.pruned(0.3)]
-    found.append(latent_fit.averaged_divergence(moved, seeded(2), 4))
-    found.append(layer_moments(leaves(moved, "exact"), SMALL)[0].mean)
+    found.append(latent_fit.average_divergence(moved, seeded(2), 4))
+    found.append(layer_moments(weight_moments(moved, "exact"), SMALL)[0].mean)
     if has_multipliers:
         found.append(report._flow_divergences(run, posterior, seeded(3)))
     assert {part.device.type for part in found} == {"meta"}
@@ -474,7 +474,7 @@ def test_a_step_with_relaxed_inclusions_has_the_gradient_of_its_bound() -> None:
 @pytest.mark.parametrize("weight", [0.0, 2.5])
 def test_the_learnt_prior_maximises_the_bound_and_its_hyper_prior(weight: float) -> None:
     model, expected = model_of(SMALL), prior_of(2)
-    best = learnt_prior(model, expected, weight)
+    best = learn_prior(model, expected, weight)
     seen = np.array([12, 6]) * weight
     inclusions, sds = expected.inclusion.numpy(), expected.slab_sd.numpy()
     p, q, a, b = 1 + inclusions * seen, 1 + (1 - inclusions) * seen, 1 + seen / 2, 1 + sds**2 * seen / 2
@@ -552,7 +552,7 @@ def test_learning_rates_follow_the_plan(schedule: str) -> None:
         def advance(self, amount: int = 1, note: str = "") -> None:
             rates.extend([[float(group["lr"]) for group in learner.optimizer.param_groups]] * amount)
 
-    train(learner, Course(3, num_batches(learner), schedule), what="fit", progress=Watched())
+    train(learner, LearningRateSchedule(3, num_batches(learner), schedule), what="fit", progress=Watched())
     assert len(rates) == 12
     one = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     course = torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=12)
@@ -580,13 +580,13 @@ def test_a_learnt_prior_is_frozen_after_the_early_epochs() -> None:
         names = ("logit", "mean", "rho", "bias_mean", "bias_rho")
         then = Factors(**{part: states[1][f"parameter.{i}"] for i, part in enumerate(names)})
         # The hyper-prior stays that of the start.
-        expected = learnt_prior(replace(model, factors=then), prior_of(2), 2.0).tensors()[name]
+        expected = learn_prior(replace(model, factors=then), prior_of(2), 2.0).tensors()[name]
         torch.testing.assert_close(second, expected)
 
 
 def test_the_divergence_with_multipliers_is_its_mean_over_them() -> None:
     model, count = model_of(SMALL, has_multipliers=True), 9
-    found = latent_fit.averaged_divergence(model, seeded(4), count)
+    found = latent_fit.average_divergence(model, seeded(4), count)
     rng, total = seeded(4), torch.zeros(2, 2, dtype=torch.float64)
     draws = [part.draw(torch.randn(2, count, part.start_mean.shape[1], generator=rng))[0] for part in model.multipliers]
     for index in range(count):

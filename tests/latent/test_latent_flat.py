@@ -30,10 +30,10 @@ from bnncli.latent.fit import (
     fit_apart,
     fit_latent,
     fit_tensors,
-    groups_of,
-    joined,
-    joined_history,
+    join_histories,
+    join_models,
     nll_of_repeats,
+    split_repeats,
     workspace_of,
 )
 from bnncli.latent.model import (
@@ -44,13 +44,13 @@ from bnncli.latent.model import (
     factor_gradients,
     weight_divergence,
 )
-from bnncli.parameters import layouts as layouts
+from bnncli.parameters import layouts
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.progress import SILENT, Progress
 from bnncli.system.workers import Team
 from bnncli.targets.blocks import FeatureBlocks
-from bnncli.training.loop import Course, State, train
+from bnncli.training.loop import LearningRateSchedule, State, train
 from bnncli.training.shared_out import Seat
 
 SMALL = NetworkLayout((4, 3, 5, 2))
@@ -174,7 +174,9 @@ def test_one_update_for_one_rate_is_that_of_two() -> None:
         learner = LatentLearner(LatentModel(SMALL, factors, prior_of(3)), inputs, labels, plan, seeded(4))
         assert len(learner.optimizer.param_groups) == num_groups
         kept: list[State] = []
-        train(learner, Course(2, 3), what="fit", save=lambda state, is_last, kept=kept: kept.append(state))
+        train(
+            learner, LearningRateSchedule(2, 3), what="fit", save=lambda state, is_last, kept=kept: kept.append(state)
+        )
         states.append(kept[-1])
     assert states[0].keys() == states[1].keys()
     for name, part in states[0].items():
@@ -256,7 +258,7 @@ def fitted_apart(team: Team, estimator: str) -> tuple[LatentModel, History]:
         return fit_tensors(*fitted(model, first, estimator, save=seat.save, progress=seat))
 
     parts = fit_apart(team, start(estimator), fit, what="fit", num_steps=9, progress=SILENT)
-    return joined(start(estimator), parts, has_learnt_prior=estimator == "concrete"), joined_history(parts)
+    return join_models(start(estimator), parts, has_learnt_prior=estimator == "concrete"), join_histories(parts)
 
 
 @pytest.fixture
@@ -268,7 +270,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
 @pytest.mark.usefixtures("pairs")
 def test_each_group_becomes_what_it_would_alone_whoever_fits_it(estimator: str) -> None:
-    groups = groups_of(PAIR_LAYOUT, NUM_REPEATS, CPU)
+    groups = split_repeats(PAIR_LAYOUT, NUM_REPEATS, CPU)
     assert [part.stop - part.start for part in groups] == [1, 2, 2]
     alone = [fitted(start(estimator).of_repeats(rows), rows.start, estimator) for rows in groups]
     for size in (1, 2):
@@ -318,7 +320,7 @@ def test_the_best_repeat_alone_is_what_it_is_among_the_others() -> None:
     ],
 )
 def test_groups_follow_from_sizes_alone(sizes: tuple[int, ...], num_repeats: int, expected: list[int]) -> None:
-    groups = groups_of(NetworkLayout(sizes), num_repeats, CPU)
+    groups = split_repeats(NetworkLayout(sizes), num_repeats, CPU)
     assert [part.stop - part.start for part in groups] == expected
     assert [part.start for part in groups] == [sum(expected[:i]) for i in range(len(expected))]
 

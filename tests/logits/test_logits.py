@@ -17,7 +17,7 @@ from bnncli.covariances._row_space import WithinRows
 from bnncli.covariances.full import Full
 from bnncli.curvature import ggn
 from bnncli.inference.mode import covariance_at
-from bnncli.inference.network_memory import kept_bytes
+from bnncli.inference.network_memory import logit_cache_bytes
 from bnncli.logits import LogitCovariance, LogitGaussian, _by_layer
 from bnncli.logits._asked import logit_gaussian
 from bnncli.logits._head import head_spread
@@ -312,4 +312,4 @@ def test_room_is_planned_as_it_is_taken(structure: str) -> None:
         gaussian.logit_moments(target.inputs)
         made = [one for kept in target.layout.network.kept.values() for one in kept.made.values()]
         taken = sum(part.nbytes for one in made for part in one if isinstance(part, Tensor))
-    assert taken == NUM_INPUTS * kept_bytes(target.layout, structure)
+    assert taken == NUM_INPUTS * logit_cache_bytes(target.layout, structure)

@@ -106,7 +106,7 @@ def test_nothing_is_computed_in_the_callers_autocast() -> None:
     left, right = torch.rand(5, 5), torch.rand(5, 5)
     expected = left @ right
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with devices.settings_kept():
+        with devices.keep_settings():
             assert not torch.is_autocast_enabled("cuda")
             assert torch.equal(left @ right, expected)
         assert (left @ right).dtype == torch.bfloat16
@@ -116,13 +116,13 @@ def test_one_thread_at_a_time_has_its_settings() -> None:
     inside, go_on, seen = threading.Event(), threading.Event(), []
 
     def first() -> None:
-        with devices.settings_kept():
+        with devices.keep_settings():
             inside.set()
             go_on.wait(5)
             seen.append("first")
 
     def second() -> None:
-        with devices.settings_kept(), devices.settings_kept():
+        with devices.keep_settings(), devices.keep_settings():
             seen.append("second")
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
@@ -143,7 +143,7 @@ def test_one_thread_at_a_time_has_its_settings() -> None:
 def test_the_callers_default_device_is_not_ours() -> None:
     torch.set_default_device("meta")
     try:
-        with devices.settings_kept():
+        with devices.keep_settings():
             assert torch.ones(2).device.type == "cpu"
         assert torch.ones(2).device.type == "meta"
     finally:
@@ -161,7 +161,7 @@ def test_precision_that_was_set_by_the_newer_attributes_is_kept(precision: None,
     places()[index].fp32_precision = "tf32"  # type: ignore[attr-defined]
     wanted = settings()
     assert wanted != before
-    with devices.settings_kept():
+    with devices.keep_settings():
         devices.configure_torch(threads=None, deterministic=False)
         assert "tf32" not in settings().values()
         assert torch.get_float32_matmul_precision() == "highest"
@@ -173,7 +173,7 @@ def test_precision_that_was_set_by_the_older_calls_is_kept(precision: None, leve
     torch.set_float32_matmul_precision(level)
     torch.backends.cudnn.allow_tf32 = level == "high"
     wanted = settings()
-    with devices.settings_kept():
+    with devices.keep_settings():
         devices.configure_torch(threads=None, deterministic=False)
     assert (torch.get_float32_matmul_precision(), settings()) == (level, wanted)
     assert torch.backends.cudnn.allow_tf32 == (level == "high")
@@ -184,10 +184,10 @@ def test_a_gpu_that_was_first_used_inside_is_not_the_current_one_after(monkeypat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used[0])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
-    with devices.settings_kept():
+    with devices.keep_settings():
         used[0], current[0] = True, 1
     assert current == [0]
     current[0] = 2
-    with devices.settings_kept():
+    with devices.keep_settings():
         current[0] = 1
     assert current == [2]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from bnncli.errors import DataError, DeviceError
-from bnncli.models.features import Extracted, PrecisionLoss
+from bnncli.models.features import ExtractedFeatures, PrecisionLoss
 from bnncli.system import workers as last_words
 from bnncli.system import workers as together
-from bnncli.system.workers import LOST, SILENCE, Heartbeats, LastWords, Parts, Team, pack, unpack
+from bnncli.system.workers import LOST, SILENCE, ErrorBoard, Heartbeats, Parts, Team, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Store(dict[str, bytes]):
         return all(key in self for key in keys)
 
 
-def words(store: Store, size: int = 3) -> list[LastWords]:
-    return [LastWords(store, rank, size) for rank in range(size)]
+def words(store: Store, size: int = 3) -> list[ErrorBoard]:
+    return [ErrorBoard(store, rank, size) for rank in range(size)]
 
 
 def test_the_first_hears_the_error_of_the_lowest_rank_that_has_one() -> None:
@@ -165,7 +165,7 @@ def test_the_first_looks_at_all_and_the_others_at_the_first() -> None:
 
 def test_features_arrive_without_what_they_are_a_part_of() -> None:
     whole = torch.arange(40_000, dtype=torch.float16).reshape(100, 400)
-    sent = Extracted(whole[::2, 1:3], None, torch.arange(50), 3, PrecisionLoss(2, 0.1, 0.2, 1))
+    sent = ExtractedFeatures(whole[::2, 1:3], None, torch.arange(50), 3, PrecisionLoss(2, 0.1, 0.2, 1))
     packed = pack(sent)
     assert len(packed) < 50 * (2 * 2 + 8) + 1000
     found = unpack(packed)

@@ -25,7 +25,7 @@ import bnncli
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.head_search import find_head
 from bnncli.models.kinds import jit as _script_program
 from bnncli.models.kinds.export import open_model as open_exported
@@ -122,14 +122,14 @@ def check(graph: nn.Module, library: nn.Module, *, after: str = "", images: Tens
 @pytest.mark.parametrize("name", HEADS)
 def test_an_exported_program_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
     path = exported(tmp_path / "net.pt2", network(name))
-    graph = open_exported(str(path), Asked()).build(None)
+    graph = open_exported(str(path), ModelRequest()).build(None)
     check(graph, torch.export.load(path).module(), after=name)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_traced_program_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
     path = traced(tmp_path / "net.pt", network(name))
-    graph = open_script(str(path), Asked()).build(None)
+    graph = open_script(str(path), ModelRequest()).build(None)
     check(graph, torch.jit.load(path), after=name)
 
 
@@ -138,13 +138,13 @@ def test_a_scripted_program_with_its_modules_is_one_graph(tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.script(net).save(str(tmp_path / "net.pt"))
-    check(open_script(str(tmp_path / "net.pt"), Asked()).build(None), net.eval())
+    check(open_script(str(tmp_path / "net.pt"), ModelRequest()).build(None), net.eval())
 
 
 @pytest.mark.parametrize("num_rows", [3, 5, 12])
 def test_a_batch_of_fixed_size_is_filled_and_cut(num_rows: int, tmp_path: Path) -> None:
     net = network("linear")
-    graph = open_exported(str(exported(tmp_path / "net.pt2", net, is_fixed=True)), Asked()).build(None)
+    graph = open_exported(str(exported(tmp_path / "net.pt2", net, is_fixed=True)), ModelRequest()).build(None)
     check(graph, net, images=torch.randn(num_rows, 1, 6, 6, generator=torch.Generator().manual_seed(3)))
 
 
@@ -164,7 +164,7 @@ def test_several_inputs_are_taken_by_name_and_whole_numbers_stay_whole(tmp_path:
     net, batch = Pair().eval(), torch.export.Dim("n")
     program = torch.export.export(net, (), given, dynamic_shapes={"mask": {0: batch}, "ids": {0: batch}})
     torch.export.save(program, tmp_path / "net.pt2")
-    graph = open_exported(str(tmp_path / "net.pt2"), Asked()).build(None)
+    graph = open_exported(str(tmp_path / "net.pt2"), ModelRequest()).build(None)
     torch.testing.assert_close(graph(**given), net(**given), atol=TOLERANCE, rtol=0)
     with pytest.raises(DataError, match=r"takes 2 inputs, '(ids|mask)', '(ids|mask)'; got 1 unnamed"):
         graph(given["ids"])
@@ -176,16 +176,16 @@ def test_several_inputs_are_taken_by_name_and_whole_numbers_stay_whole(tmp_path:
 
 def test_the_features_after_a_node_are_those_of_the_linear_layer_that_takes_it(tmp_path: Path) -> None:
     path = str(exported(tmp_path / "net.pt2", network("linear")))
-    assert open_exported(path, Asked(feature_node="max_pool2d")).build(None).head.in_features == 16  # type: ignore[union-attr]
-    assert open_exported(path, Asked(feature_node="relu_1")).build(None).head.in_features == 6  # type: ignore[union-attr]
+    assert open_exported(path, ModelRequest(feature_node="max_pool2d")).build(None).head.in_features == 16  # type: ignore[union-attr]
+    assert open_exported(path, ModelRequest(feature_node="relu_1")).build(None).head.in_features == 6  # type: ignore[union-attr]
     listed = r"no linear layer of .*takes 'relu' as input; nodes before .*: 'flatten' \(weight \(6, 16\)\), 'dropout'"
     with pytest.raises(UsageError, match=listed):
-        open_exported(path, Asked(feature_node="relu")).build(None)
+        open_exported(path, ModelRequest(feature_node="relu")).build(None)
 
 
 def test_a_graph_that_ends_in_no_linear_layer_lists_those_it_has(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Tanh())
-    found = open_exported(str(exported(tmp_path / "net.pt2", net)), Asked()).build(None)
+    found = open_exported(str(exported(tmp_path / "net.pt2", net)), ModelRequest()).build(None)
     with pytest.raises(
         DataError, match=r"its output does not come from a linear layer; .*'flatten' \(weight \(4, 36\)\)"
     ):
@@ -193,7 +193,7 @@ def test_a_graph_that_ends_in_no_linear_layer_lists_those_it_has(tmp_path: Path)
 
 
 def test_wrong_inputs_of_a_script_are_one_line(tmp_path: Path) -> None:
-    graph = open_script(str(traced(tmp_path / "net.pt", network("linear"))), Asked()).build(None)
+    graph = open_script(str(traced(tmp_path / "net.pt", network("linear"))), ModelRequest()).build(None)
     with pytest.raises(RuntimeError, match=r"^Given groups=1, weight of size [^\n]*$"):
         graph(torch.zeros(2, 3, 6, 6))
 
@@ -206,7 +206,7 @@ def test_a_program_made_in_training_mode_is_refused(form: str, tmp_path: Path) -
     ]()
     opened = {"export": open_exported, "jit": open_script}[form]
     with pytest.raises(DataError, match="in training mode: its dropout is random"):
-        opened(str(made), Asked()).build(None)
+        opened(str(made), ModelRequest()).build(None)
 
 
 def changed(path: Path, old: str, new: str, *, of: str = "models/model.json") -> Path:
@@ -226,7 +226,7 @@ def test_nothing_of_an_exported_file_is_run_but_operators_of_torch(tmp_path: Pat
     path = exported(tmp_path / "net.pt2", net)
     changed(path, '"guards_code": []', f'"guards_code": ["{code}"]')
     changed(path, "Symbol(", f"{code} or Symbol(")
-    check(open_exported(str(path), Asked()).build(None), net)
+    check(open_exported(str(path), ModelRequest()).build(None), net)
     assert not mark.exists()
     for target, error, told in (
         ("builtins.eval", DataError, "only PyTorch's own operators"),
@@ -237,15 +237,15 @@ def test_nothing_of_an_exported_file_is_run_but_operators_of_torch(tmp_path: Pat
     ):
         odd = changed(exported(tmp_path / "odd.pt2", net), "torch.ops.aten.relu.default", target)
         with pytest.raises(error, match=told):
-            open_exported(str(odd), Asked()).build(None)
+            open_exported(str(odd), ModelRequest()).build(None)
 
 
 def test_weights_that_were_pickled_are_not_loaded(tmp_path: Path) -> None:
     path = exported(tmp_path / "net.pt2", nn.Sequential(nn.Flatten(), nn.Linear(36, 3)))
     with pytest.raises(Untrusted, match=r"'1\.weight' is stored as a pickle"):
-        open_exported(str(changed(path, '"use_pickle": false', '"use_pickle": true', of="config.json")), Asked()).build(
-            None
-        )
+        open_exported(
+            str(changed(path, '"use_pickle": false', '"use_pickle": true', of="config.json")), ModelRequest()
+        ).build(None)
 
 
 def test_a_tensor_that_claims_more_than_the_file_has_is_refused(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_tensor_that_claims_more_than_the_file_has_is_refused(tmp_path: Path) 
         of="config.json",
     )
     with pytest.raises(DataError, match="the tensors claim 3995996"):
-        open_exported(str(path), Asked()).build(None)
+        open_exported(str(path), ModelRequest()).build(None)
 
 
 @pytest.mark.parametrize("form", ["export", "jit"])
@@ -274,7 +274,7 @@ def test_weights_that_are_not_finite_are_refused(form: str, tmp_path: Path) -> N
         form
     ]()
     with pytest.raises(DataError, match="weights are not finite"):
-        {"export": open_exported, "jit": open_script}[form](str(made), Asked()).build(None)
+        {"export": open_exported, "jit": open_script}[form](str(made), ModelRequest()).build(None)
 
 
 @pytest.mark.parametrize("member", [".py", "constants.pkl"])
@@ -292,7 +292,7 @@ def test_a_damaged_script_is_one_line(member: str, tmp_path: Path) -> None:
     content[start : start + place.compress_size] = bytes([255]) * place.compress_size
     path.write_bytes(content)
     with pytest.raises(DataError, match="is damaged"):
-        open_script(str(path), Asked()).build(None)
+        open_script(str(path), ModelRequest()).build(None)
 
 
 def test_another_kind_of_file_is_one_line_with_the_way_there_is(tmp_path: Path) -> None:
@@ -311,10 +311,10 @@ def test_another_kind_of_file_is_one_line_with_the_way_there_is(tmp_path: Path) 
         (open_exported, tmp_path / "text.pt", "got neither a torch nor", "None"),
     ):
         with pytest.raises(DataError, match=told) as error:
-            opened(str(file), Asked()).build(None)
+            opened(str(file), ModelRequest()).build(None)
         assert hint in str(error.value.hint)
     with pytest.raises(MissingInput, match="no file"):
-        open_script(str(tmp_path / "none.pt"), Asked())
+        open_script(str(tmp_path / "none.pt"), ModelRequest())
 
 
 def test_a_script_that_touches_files_is_not_loaded(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_script_that_touches_files_is_not_loaded(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         torch.jit.script(Writer()).save(str(tmp_path / "net.pt"))
     with pytest.raises(Untrusted, match=r"calls 'torch\.save'"):
-        open_script(str(tmp_path / "net.pt"), Asked()).build(None)
+        open_script(str(tmp_path / "net.pt"), ModelRequest()).build(None)
 
 
 class Restored(nn.Module):
@@ -394,28 +394,28 @@ def test_a_script_cannot_reach_files_while_it_is_loaded(
     line, told = ATTACKS[name]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Untrusted, match=re.escape(told)):
-        open_script(str(restored(tmp_path / "net.pt", line)), Asked()).build(None)
+        open_script(str(restored(tmp_path / "net.pt", line)), ModelRequest()).build(None)
     assert not Path("mark").exists()
 
 
 def test_a_script_is_read_as_torch_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "net.pt"
-    assert open_script(str(restored(path)), Asked()).build(None)(IMAGES[:, :, :4, :4]).shape == (5, 3)
+    assert open_script(str(restored(path)), ModelRequest()).build(None)(IMAGES[:, :, :4, :4]).shape == (5, 3)
     write = 'torch.save(1, "mark")'
     with pytest.raises(DataError, match="declares an encoding"):
-        open_script(str(restored(path, HIDDEN, head="# coding: utf-7\n")), Asked()).build(None)
+        open_script(str(restored(path, HIDDEN, head="# coding: utf-7\n")), ModelRequest()).build(None)
     with pytest.raises(DataError, match="duplicate members"):
-        open_script(str(restored(path, twin=write)), Asked()).build(None)
+        open_script(str(restored(path, twin=write)), ModelRequest()).build(None)
     restored(path, rename=lambda name: name.replace("byteorder", "model.json"))
     with pytest.raises(DataError, match="the 2018 format"):
-        open_script(str(path), Asked()).build(None)
+        open_script(str(path), ModelRequest()).build(None)
     restored(path, write, rename=lambda name: name.replace(".py", ".PY"))
     with pytest.raises(Untrusted, match=r"torch\.save"):
-        open_script(str(path), Asked()).build(None)
+        open_script(str(path), ModelRequest()).build(None)
     monkeypatch.setattr(_script_program, "_MAX_UNPACKED", -(1 << 20))
     with pytest.raises(DataError, match="MB more than the archive"):
-        open_script(str(restored(path)), Asked()).build(None)
+        open_script(str(restored(path)), ModelRequest()).build(None)
     assert not Path("mark").exists()
 
 
@@ -441,7 +441,7 @@ def test_the_graphs_decide_what_a_script_calls(tmp_path: Path, monkeypatch: pyte
         torch.jit.script(nn.Sequential(Aside())).save(str(tmp_path / "net.pt"))
     monkeypatch.setattr(_script_program, "_checked_archive", lambda stream: stream.seek(0) or stream)
     with pytest.raises(Untrusted, match="calls 'aten::save'"):
-        open_script(str(tmp_path / "net.pt"), Asked()).build(None)
+        open_script(str(tmp_path / "net.pt"), ModelRequest()).build(None)
 
 
 class Placed(nn.Module):
@@ -463,7 +463,7 @@ def test_graphs_run_on_a_gpu(form: str, tmp_path: Path) -> None:
     made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[
         form
     ]()
-    graph = {"export": open_exported, "jit": open_script}[form](str(made), Asked()).build(None)
+    graph = {"export": open_exported, "jit": open_script}[form](str(made), ModelRequest()).build(None)
     with pretend_cuda.pretend() as gpu, torch.inference_mode():
         found = graph.to("cuda:0")(IMAGES.to("cuda:0"))
         assert found.device.type == "cuda"
@@ -477,7 +477,7 @@ def test_graphs_run_on_a_gpu(form: str, tmp_path: Path) -> None:
 def test_tensors_that_a_program_makes_on_the_cpu_are_made_where_its_inputs_are(form: str, tmp_path: Path) -> None:
     net = Placed(counts=True)
     made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net", net)}[form]()
-    graph = {"export": open_exported, "jit": open_script}[form](str(made), Asked()).build(None)
+    graph = {"export": open_exported, "jit": open_script}[form](str(made), ModelRequest()).build(None)
     torch.testing.assert_close(graph(IMAGES), net(IMAGES))
     assert graph.to("meta")(IMAGES.to("meta")).device.type == "meta"
 

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from bnncli.artifacts.features import read_features
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
-from bnncli.models import Asked, SavedModel, open_model
+from bnncli.models import ModelRequest, SavedModel, open_model
 
 pytestmark = pytest.mark.libraries
 
@@ -60,7 +60,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_of_texts_are_those_of_the_librarys_pipeline(tmp_path: Path, kind: str, shards: bool) -> None:
     folder = text_folder(tmp_path / "model", kind, shards=shards)
     assert (folder / "model.safetensors").is_file() is not shards
-    saved = open_model(f"hf:{folder}", Asked())
+    saved = open_model(f"hf:{folder}", ModelRequest())
     assert (saved.classes, saved.task) == (("worse", "same", "better"), None)
     expected = own_logits(folder, TEXTS, task="text-classification")
     assert expected.std(axis=0).min() > 1e-3
@@ -73,7 +73,7 @@ def test_logits_of_texts_are_those_of_the_librarys_pipeline(tmp_path: Path, kind
 @pytest.mark.parametrize(("kind", "channels"), [*((kind, 3) for kind in IMAGE_MODELS), ("ViT", 1)])
 def test_logits_of_pictures_are_those_of_the_librarys_pipeline(tmp_path: Path, kind: str, channels: int) -> None:
     folder = image_folder(tmp_path / "model", kind, channels=channels, shards=kind == "ViT")
-    saved = open_model(f"hf:{folder}", Asked())
+    saved = open_model(f"hf:{folder}", ModelRequest())
     assert saved.transform is not None
     items = pictures(saved.transform.mode)
     if channels == 3:
@@ -97,7 +97,7 @@ def rewritten(folder: Path, **changes: Any) -> Path:
 def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named(tmp_path: Path) -> None:
     folder = image_folder(tmp_path / "model")
     state = load_file(folder / "model.safetensors")
-    saved = open_model(f"hf:{folder}", Asked())
+    saved = open_model(f"hf:{folder}", ModelRequest())
     cases = {
         r"missing from the weights \(1\): 'classifier.weight'$": {k: v for k, v in state.items() if k != "classifier.weight"},
         r"not in the network \(1\): 'other.weight'$": {**state, "other.weight": torch.zeros(2)},
@@ -124,12 +124,12 @@ def test_whole_numbers_are_no_weights(tmp_path: Path, form: str) -> None:
     if form == "safetensors":
         save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match=r"'classifier.weight' are integers"):
-        open_model(f"hf:{folder}", Asked()).build(None if form == "safetensors" else state)
+        open_model(f"hf:{folder}", ModelRequest()).build(None if form == "safetensors" else state)
 
 
 def test_half_precision_is_widened_and_a_checkpoint_fills_the_model(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "model")
-    saved = open_model(f"hf:{folder}", Asked())
+    saved = open_model(f"hf:{folder}", ModelRequest())
     state = load_file(folder / "model.safetensors")
     halved = {name: tensor.bfloat16() for name, tensor in state.items()}
     save_file(halved, folder / "model.safetensors", metadata={"format": "pt"})
@@ -141,16 +141,16 @@ def test_half_precision_is_widened_and_a_checkpoint_fills_the_model(tmp_path: Pa
     filled = logits(saved, TEXTS, state)
     assert np.abs(filled - expected).max() > 1e-3
     (folder / "model.safetensors").unlink()
-    np.testing.assert_array_equal(logits(open_model(f"hf:{folder}", Asked()), TEXTS, state), filled)
+    np.testing.assert_array_equal(logits(open_model(f"hf:{folder}", ModelRequest()), TEXTS, state), filled)
     torch.save(state, folder / "pytorch_model.bin")
-    np.testing.assert_array_equal(logits(open_model(f"hf:{folder}", Asked()), TEXTS), filled)
+    np.testing.assert_array_equal(logits(open_model(f"hf:{folder}", ModelRequest()), TEXTS), filled)
     (folder / "pytorch_model.bin").unlink()
     shards = {f"pytorch_model-{part + 1:05}-of-00002.bin": list(state)[part::2] for part in range(2)}
     for name, names in shards.items():
         torch.save({one: state[one] for one in names}, folder / name)
     weight_map = {one: name for name, names in shards.items() for one in names}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    saved = open_model(f"hf:{folder}", Asked())
+    saved = open_model(f"hf:{folder}", ModelRequest())
     assert len(saved.files) == 6
     np.testing.assert_array_equal(logits(saved, TEXTS), filled)
 
@@ -174,22 +174,22 @@ def test_what_is_no_classifier_of_plain_weights_is_refused_in_a_line(
     folder = rewritten(image_folder(tmp_path / "model"), **changes)
     (folder / "own.py").write_text("raise AssertionError('it was run')\n")
     with pytest.raises(error, match=message) as told:
-        open_model(f"hf:{folder}", Asked()).build(None)
+        open_model(f"hf:{folder}", ModelRequest()).build(None)
     assert "\n" not in told.value.message
 
 
 def test_a_missing_folder_or_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="no folder 'no-such/model'") as told:
-        open_model("hf:no-such/model", Asked())
+        open_model("hf:no-such/model", ModelRequest())
     assert "\0allow_download\0" in str(told.value.hint)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(MissingInput, match=r"no config.json in") as told:
-        open_model(f"hf:{tmp_path}", Asked())
+        open_model(f"hf:{tmp_path}", ModelRequest())
     assert told.value.hint == f"this is an adapter: use \0model\0 peft:{tmp_path}"
     folder = image_folder(tmp_path / "model", shards=True)
     next(folder.glob("model-00002*")).unlink()
     with pytest.raises(MissingInput, match=r"1 of \d weight files are missing: 'model-00002"):
-        open_model(f"hf:{folder}", Asked())
+        open_model(f"hf:{folder}", ModelRequest())
 
 
 def test_a_download_is_asked_for_only_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_a_download_is_asked_for_only_where_it_is_allowed(tmp_path: Path, monkey
     hub = library("huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     monkeypatch.setattr(hub, "model_info", lambda name, *, timeout: asked.append((name, 0 < timeout <= 60)))
-    assert open_model("hf:some/model", Asked(allow_download=True)).files[0] == folder / "config.json"
+    assert open_model("hf:some/model", ModelRequest(allow_download=True)).files[0] == folder / "config.json"
     assert asked == [("some/model", True), ("some/model", True), ("some/model", False)]
 
 
@@ -214,14 +214,14 @@ def test_what_is_on_this_machine_is_not_asked_for_unless_its_weights_are_missing
     folder, asked, hub = image_folder(tmp_path / "model"), [], library("huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **named: str(folder))
     monkeypatch.setattr(hub, "model_info", lambda name, *, timeout: asked.append(name))
-    open_model("hf:some/model", Asked(allow_download=True))
+    open_model("hf:some/model", ModelRequest(allow_download=True))
     assert not asked
     (folder / "model.safetensors").unlink()  # as where a tokenizer alone was fetched
-    open_model("hf:some/model", Asked(allow_download=True))
+    open_model("hf:some/model", ModelRequest(allow_download=True))
     assert asked == ["some/model"]
     for name in ("../model", "-x", ".hidden/model"):
         with pytest.raises(MissingInput, match="no folder"):
-            open_model(f"hf:{name}", Asked(allow_download=True))
+            open_model(f"hf:{name}", ModelRequest(allow_download=True))
 
 
 def test_photographs_are_upright_as_the_library_loads_them(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_photographs_are_upright_as_the_library_loads_them(tmp_path: Path) -> No
     loaded = transformers.image_utils.load_image(str(tmp_path / "a.png"))
     assert loaded.size == (24, 40)
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    found = open_model(f"hf:{folder}", Asked()).transform([Image.open(tmp_path / "a.png").convert("RGB")])  # type: ignore[misc]
+    found = open_model(f"hf:{folder}", ModelRequest()).transform([Image.open(tmp_path / "a.png").convert("RGB")])  # type: ignore[misc]
     np.testing.assert_array_equal(found.inputs["pixel_values"], processor(loaded, return_tensors="np")["pixel_values"])  # type: ignore[call-overload]
 
 
@@ -274,7 +274,7 @@ def test_a_processor_that_is_code_of_the_folder_is_not_run(tmp_path: Path) -> No
     with pytest.raises(
         Untrusted, match=r"its image processor is defined by code in the folder \(auto_map\), which bnncli never runs"
     ):
-        open_model(f"hf:{folder}", Asked()).transform([pictures()[0]])  # type: ignore[misc]
+        open_model(f"hf:{folder}", ModelRequest()).transform([pictures()[0]])  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_processor_that_is_code_of_the_folder_is_not_run(tmp_path: Path) -> No
 def test_task_and_classes_are_what_the_config_says(
     tmp_path: Path, config: dict[str, Any], task: str | None, classes: tuple[str, ...] | None
 ) -> None:
-    saved = open_model(f"hf:{rewritten(image_folder(tmp_path / 'model'), **config)}", Asked())
+    saved = open_model(f"hf:{rewritten(image_folder(tmp_path / 'model'), **config)}", ModelRequest())
     assert (saved.task, saved.classes) == (task, classes)
 
 

@@ -17,13 +17,13 @@ from problems.sounds import clip, clips, encoded, write_clips
 
 import bnncli
 from bnncli.artifacts.features import read_features
-from bnncli.data.labels import matched_to
+from bnncli.data.labels import match_classes
 from bnncli.data.pixels import Preprocess
 from bnncli.data.sound import Sound
 from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError, Interrupted
-from bnncli.models import Asked, SavedModel, open_model
-from bnncli.models.features import Extracted, collect, extract, unpadded
+from bnncli.models import ModelRequest, SavedModel, open_model
+from bnncli.models.features import ExtractedFeatures, collect, extract, read_unpadded
 from bnncli.models.head_search import find_head
 from bnncli.session.network import FeatureStore
 
@@ -39,10 +39,10 @@ def pipeline_logits(folder: Path, samples: list[np.ndarray]) -> np.ndarray:
 
 def split_of(saved: SavedModel, folder: Path) -> InputSplit:
     split = load_split(f"audio:{folder}", name="train", preprocess=Preprocess(transform=saved.transform))
-    return matched_to(split, saved.classes)
+    return match_classes(split, saved.classes)
 
 
-def extracted(saved: SavedModel, split: InputSplit, **options: Any) -> tuple[Extracted, np.ndarray]:
+def extracted(saved: SavedModel, split: InputSplit, **options: Any) -> tuple[ExtractedFeatures, np.ndarray]:
     """The features of a split, and features times head."""
     network = saved.build(None)
     head = find_head(network, lambda count: next(split.batches(count)).inputs)
@@ -55,7 +55,7 @@ def extracted(saved: SavedModel, split: InputSplit, **options: Any) -> tuple[Ext
 )
 def test_logits_are_those_of_the_librarys_pipeline(tmp_path: Path, kind: str) -> None:
     folder, data = audio_folder(tmp_path / "model", kind), write_clips(tmp_path / "train")
-    saved = open_model(f"hf:{folder}", Asked())
+    saved = open_model(f"hf:{folder}", ModelRequest())
     split = split_of(saved, data)
     assert (saved.transform and saved.transform.takes, saved.classes) == ("audio", ("worse", "same", "better"))
     expected = pipeline_logits(folder, [clips()[int(name[-5])] for name in split.names or ()])
@@ -71,7 +71,7 @@ def test_logits_are_those_of_the_librarys_pipeline(tmp_path: Path, kind: str) ->
 
 def test_padding_would_have_changed_the_logits(tmp_path: Path) -> None:
     """A group norm sees the zeros behind a clip; so the network does not."""
-    saved = open_model(f"hf:{audio_folder(tmp_path / 'model')}", Asked())
+    saved = open_model(f"hf:{audio_folder(tmp_path / 'model')}", ModelRequest())
     batch = next(split_of(saved, write_clips(tmp_path / "train")).batches(16))
     network = saved.build(None)
     assert isinstance(batch.inputs, dict)
@@ -81,7 +81,7 @@ def test_padding_would_have_changed_the_logits(tmp_path: Path) -> None:
             logits = network(**inputs).logits
         return logits, logits
 
-    alone = unpadded(read, batch.inputs, batch.lengths)[0]
+    alone = read_unpadded(read, batch.inputs, batch.lengths)[0]
     assert float((read(batch.inputs)[0] - alone).abs().max()) > 1e-3
 
 
@@ -97,14 +97,14 @@ def test_long_clips_go_through_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     lengths = (4, 2, 4, 9, 4)
     own = [torch.arange(size) + 10.0 * row for row, size in enumerate(lengths)]
     x = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
-    features, output = unpadded(read, {"x": x, "mask": x}, lengths)
+    features, output = read_unpadded(read, {"x": x, "mask": x}, lengths)
     assert passes == [(1, 2), (2, 4), (1, 4), (1, 9)]
     assert features[:, 0].tolist() == [float(one.sum()) for one in own]
     assert output[:, 0].tolist() == [float(one.mean()) for one in own]
 
 
 def test_other_rates_are_resampled_channels_averaged_and_both_counted(tmp_path: Path) -> None:
-    saved = open_model(f"hf:{audio_folder(tmp_path / 'model')}", Asked())
+    saved = open_model(f"hf:{audio_folder(tmp_path / 'model')}", ModelRequest())
     transform = saved.transform
     assert transform is not None
     mono = clip(0.3)
@@ -149,7 +149,7 @@ def test_a_run_on_clips_is_that_of_images(tmp_path: Path, cli: Cli, monkeypatch:
 
 
 def test_a_clip_that_is_too_short_is_named(tmp_path: Path) -> None:
-    saved = open_model(f"hf:{audio_folder(tmp_path / 'model')}", Asked())
+    saved = open_model(f"hf:{audio_folder(tmp_path / 'model')}", ModelRequest())
     data = write_clips(tmp_path / "train")
     (data / "same/5.wav").write_bytes(encoded(clip(0.02)))  # of two layers: 40 + 15 * 20 samples make a position
     with pytest.raises(
@@ -167,7 +167,7 @@ def test_an_adapter_on_a_network_of_sound_is_merged(tmp_path: Path) -> None:
         settings = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]}
         model = peft.get_peft_model(network, peft.LoraConfig(r=2, init_lora_weights=False, **settings))
         model.save_pretrained(tmp_path / "adapter")
-    saved = open_model(f"peft:{tmp_path / 'adapter'}", Asked(base_model=str(base)))
+    saved = open_model(f"peft:{tmp_path / 'adapter'}", ModelRequest(base_model=str(base)))
     assert saved.transform is not None
     samples = clip(0.4)
     inputs = {name: torch.from_numpy(array) for name, array in saved.transform([Sound(samples, 16_000)]).inputs.items()}  # type: ignore[union-attr]
@@ -180,14 +180,14 @@ def test_an_adapter_on_a_network_of_sound_is_merged(tmp_path: Path) -> None:
 
 def test_a_nested_feature_extractor_is_found_and_an_odd_rate_refused(tmp_path: Path) -> None:
     folder = audio_folder(tmp_path / "model")
-    plain, path = open_model(f"hf:{folder}", Asked()), folder / "preprocessor_config.json"
+    plain, path = open_model(f"hf:{folder}", ModelRequest()), folder / "preprocessor_config.json"
     own = json.loads(path.read_text())
     path.unlink()
     (folder / "processor_config.json").write_text(json.dumps({"feature_extractor": own}))
-    nested = open_model(f"hf:{folder}", Asked())
+    nested = open_model(f"hf:{folder}", ModelRequest())
     made, expected = (one.transform([Sound(clip(0.1), 16_000)]).inputs for one in (nested, plain) if one.transform)
     np.testing.assert_array_equal(made["input_values"], expected["input_values"])  # type: ignore[index, call-overload]
     path.write_text(json.dumps({**own, "sampling_rate": "16k"}))
     (folder / "processor_config.json").unlink()
     with pytest.raises(DataError, match="its feature extractor has sampling_rate '16k', expected an integer in Hz"):
-        open_model(f"hf:{folder}", Asked())
+        open_model(f"hf:{folder}", ModelRequest())

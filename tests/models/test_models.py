@@ -20,7 +20,7 @@ from bnncli.artifacts.headers import odd_field
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import UsageError
 from bnncli.models import is_kind
-from bnncli.models.libraries import part, require
+from bnncli.models.libraries import library_attribute, require
 from bnncli.session.run import ModelFiles, own_files
 
 pytestmark = pytest.mark.libraries
@@ -106,11 +106,11 @@ def test_a_library_whose_own_libraries_are_broken_is_one_line() -> None:
             except RuntimeError as error:
                 raise ModuleNotFoundError(f"Could not import module {name!r}") from error
 
-    assert part(Lazy("transformers"), "Absent", extra="hf") is None
+    assert library_attribute(Lazy("transformers"), "Absent", extra="hf") is None
     with pytest.raises(
         UsageError, match=r"^transformers cannot import Bert: RuntimeError: operator torchvision::nms"
     ) as found:
-        part(Lazy("transformers"), "Bert", extra="hf")
+        library_attribute(Lazy("transformers"), "Bert", extra="hf")
     assert found.value.hint is not None
     assert "bnncli[hf]" in found.value.hint
 

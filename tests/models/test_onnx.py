@@ -15,7 +15,7 @@ from problems.command_line import Cli
 
 from bnncli.artifacts.features import read_features
 from bnncli.errors import DataError, DeviceError, MissingInput, Untrusted, UsageError
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.head_search import find_head
 from bnncli.models.kinds.onnx import open_model
 
@@ -112,7 +112,7 @@ def run(path: Path, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 def check(path: Path, num_rows: int = 7, *, link: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
     """The network returns what onnxruntime does on the file, and its features times its head are that."""
-    network, images = open_model(str(path), Asked()).build(None), array(num_rows, 1, 6, 6)
+    network, images = open_model(str(path), ModelRequest()).build(None), array(num_rows, 1, 6, 6)
     seen: list[torch.Tensor] = []
     network.head.register_forward_hook(lambda module, args, output: seen.append(output))  # type: ignore[union-attr,operator]
     with torch.inference_mode():
@@ -157,7 +157,7 @@ def gemm(path: Path, **inputs: tuple[int, list[Any]]) -> Path:
 def test_tensors_in_a_file_beside_it_are_read_and_belong_to_it(tmp_path: Path) -> None:
     model = onnx.load(gemm(tmp_path / "net.onnx"))
     onnx.save(model, tmp_path / "parts.onnx", save_as_external_data=True, location="parts.bin", size_threshold=0)
-    saved = open_model(str(tmp_path / "parts.onnx"), Asked())
+    saved = open_model(str(tmp_path / "parts.onnx"), ModelRequest())
     assert [file.name for file in saved.files] == ["parts.onnx", "parts.bin"]
     check(tmp_path / "parts.onnx")
     before = saved.build(None).state_dict()["program.digest"]
@@ -166,10 +166,10 @@ def test_tensors_in_a_file_beside_it_are_read_and_belong_to_it(tmp_path: Path) -
     assert not torch.equal(before, saved.build(None).state_dict()["program.digest"])
     (tmp_path / "parts.bin").write_bytes(content[:6])
     with pytest.raises(DataError, match=r"parts\.onnx': its tensor '.*' is incomplete; copy the graph's files again$"):
-        open_model(str(tmp_path / "parts.onnx"), Asked()).build(None)
+        open_model(str(tmp_path / "parts.onnx"), ModelRequest()).build(None)
     (tmp_path / "parts.bin").unlink()
     with pytest.raises(MissingInput, match=r"no file .*parts\.bin"):
-        open_model(str(tmp_path / "parts.onnx"), Asked())
+        open_model(str(tmp_path / "parts.onnx"), ModelRequest())
 
 
 def test_tensors_outside_its_folder_are_not_read(tmp_path: Path) -> None:
@@ -180,11 +180,11 @@ def test_tensors_outside_its_folder_are_not_read(tmp_path: Path) -> None:
     tensor.external_data.add(key="location", value="../secret.bin")
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(Untrusted, match=r"outside its folder: '\.\./secret\.bin'"):
-        open_model(str(tmp_path / "net.onnx"), Asked())
+        open_model(str(tmp_path / "net.onnx"), ModelRequest())
     tensor.external_data[0].value = "parts\0.bin"
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(DataError, match="contains NUL"):
-        open_model(str(tmp_path / "net.onnx"), Asked())
+        open_model(str(tmp_path / "net.onnx"), ModelRequest())
 
 
 def test_a_constant_that_no_memory_can_hold_is_not_computed(tmp_path: Path) -> None:
@@ -196,20 +196,20 @@ def test_a_constant_that_no_memory_can_hold_is_not_computed(tmp_path: Path) -> N
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(DeviceError, match="its constant 'w' needs 12582912 MiB"):
-        open_model(str(tmp_path / "net.onnx"), Asked()).build(None)
+        open_model(str(tmp_path / "net.onnx"), ModelRequest()).build(None)
 
 
 @pytest.mark.parametrize("content", [b"", b"no graph at all", b"\x80\x04\x95", bytes(100)])
 def test_what_is_no_graph_is_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(content)
     with pytest.raises(DataError, match=r"is not an ONNX graph, or is damaged \("):
-        open_model(str(tmp_path / "net.onnx"), Asked())
+        open_model(str(tmp_path / "net.onnx"), ModelRequest())
 
 
 @pytest.mark.parametrize("num_rows", [2, 4, 9])
 def test_a_batch_of_fixed_size_is_filled_and_cut(num_rows: int, tmp_path: Path) -> None:
     fixed = gemm(tmp_path / "fixed.onnx", images=(FLOAT, [4, 1, 6, 6]))
-    network, images = open_model(str(fixed), Asked()).build(None), array(num_rows, 1, 6, 6)
+    network, images = open_model(str(fixed), ModelRequest()).build(None), array(num_rows, 1, 6, 6)
     expected = run(gemm(tmp_path / "free.onnx"), {"images": images})[0]
     with torch.inference_mode():
         np.testing.assert_allclose(network(torch.from_numpy(images)).numpy(), expected, atol=1e-5)
@@ -227,7 +227,7 @@ def test_inputs_by_name_keep_their_types(tmp_path: Path) -> None:
     stored = {"table": array(9, 4), "w": array(4, 3), "last": np.array([2])}
     taken = {"ids": (INT64, ["n", 5]), "mask": (INT64, ["n", 5])}
     path = graph_file(tmp_path / "net.onnx", nodes, stored, inputs=taken, outputs=("mean", "logits"))
-    network, ids = open_model(str(path), Asked()).build(None), np.arange(20).reshape(4, 5) % 9
+    network, ids = open_model(str(path), ModelRequest()).build(None), np.arange(20).reshape(4, 5) % 9
     mask = (ids % 2).astype(np.int64)
     with torch.inference_mode():
         found = network(mask=torch.from_numpy(mask), ids=torch.from_numpy(ids))
@@ -270,11 +270,11 @@ def test_token_ids_of_both_widths_go_from_arrays_to_predictions(
 def test_a_node_is_named_by_its_own_name_or_its_value(tmp_path: Path) -> None:
     path = str(gemm(tmp_path / "net.onnx"))
     for name in ("flatten", "flat", "relu", "active"):
-        assert open_model(path, Asked(feature_node=name)).build(None).head.in_features == 64  # type: ignore[union-attr]
+        assert open_model(path, ModelRequest(feature_node=name)).build(None).head.in_features == 64  # type: ignore[union-attr]
     with pytest.raises(
         UsageError, match=r"no linear layer of .* takes 'conv' as input; .*: 'flatten' \(weight \(3, 64\)\)"
     ):
-        open_model(path, Asked(feature_node="conv")).build(None)
+        open_model(path, ModelRequest(feature_node="conv")).build(None)
 
 
 def test_a_graph_that_ends_in_no_linear_step_or_is_random_is_refused(tmp_path: Path) -> None:
@@ -282,15 +282,15 @@ def test_a_graph_that_ends_in_no_linear_step_or_is_random_is_refused(tmp_path: P
         tmp_path / "tanh.onnx", [*FLAT, helper.make_node("Tanh", ["flat"], ["out"])], KERNEL, inputs=IMAGES
     )
     with pytest.raises(DataError, match="its output does not come from a linear layer; it has no linear layer"):
-        find_head(open_model(str(tanh), Asked()).build(None), lambda count: torch.zeros(4, 1, 6, 6)[:count])
+        find_head(open_model(str(tanh), ModelRequest()).build(None), lambda count: torch.zeros(4, 1, 6, 6)[:count])
     nodes = [*FLAT, helper.make_node("RandomNormalLike", ["flat"], ["out"])]
     noise = graph_file(tmp_path / "noise.onnx", nodes, KERNEL, inputs=IMAGES)
     with pytest.raises(DataError, match="draws random numbers"):
-        open_model(str(noise), Asked()).build(None)
+        open_model(str(noise), ModelRequest()).build(None)
 
 
 def test_without_onnxruntime_one_line_says_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = open_model(str(gemm(tmp_path / "net.onnx")), Asked())
+    saved = open_model(str(gemm(tmp_path / "net.onnx")), ModelRequest())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else object())
     with pytest.raises(UsageError, match="onnx needs onnxruntime, which is not installed") as told:
         saved.build(None)
@@ -313,7 +313,7 @@ def test_what_stands_behind_the_head_is_done_again_and_only_taken_where_it_is_th
         "mean": array(3),
     }
     path = graph_file(tmp_path / "net.onnx", nodes, KERNEL | stored | {"variance": array(3) ** 2}, inputs=IMAGES)
-    network, images = open_model(str(path), Asked()).build(None), array(5, 1, 6, 6)
+    network, images = open_model(str(path), ModelRequest()).build(None), array(5, 1, 6, 6)
     seen: list[tuple[Any, torch.Tensor]] = []
     network.tail.register_forward_hook(lambda module, args, output: seen.append((args, output)))  # type: ignore[union-attr,operator]
     with torch.inference_mode():
@@ -364,4 +364,4 @@ def test_what_is_no_softmax_is_not_taken_for_one(tmp_path: Path) -> None:
     stored = KERNEL | {"w": array(64, 3), "axes": np.array([-1]), "lowest": np.float32(-np.inf)}
     path = graph_file(tmp_path / "net.onnx", nodes, stored, inputs=IMAGES)
     with pytest.raises(DataError, match="its output does not come from a linear layer"):
-        find_head(open_model(str(path), Asked()).build(None), lambda count: torch.zeros(4, 1, 6, 6)[:count])
+        find_head(open_model(str(path), ModelRequest()).build(None), lambda count: torch.zeros(4, 1, 6, 6)[:count])

@@ -17,7 +17,7 @@ from problems.optional_libraries import library
 from safetensors.torch import load_file, save_file
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
-from bnncli.models import Asked, open_model
+from bnncli.models import ModelRequest, open_model
 
 pytestmark = pytest.mark.libraries
 
@@ -68,7 +68,7 @@ def own_network(folder: Path, auto: str, **settings: Any) -> Any:
 
 def test_logits_of_texts_are_those_of_the_library(tmp_path: Path) -> None:
     folder = text_adapter(tmp_path)
-    saved = open_model(f"peft:{folder / 'adapter'}", Asked(base_model=str(folder / "base")))
+    saved = open_model(f"peft:{folder / 'adapter'}", ModelRequest(base_model=str(folder / "base")))
     network = saved.build(None)
     assert not [name for name, _ in network.named_modules() if "lora" in name]
     assert (saved.classes, network.classifier.out_features) == (None, NUM_LABELS)
@@ -85,7 +85,9 @@ def test_logits_of_texts_are_those_of_the_library(tmp_path: Path) -> None:
     torch.save(load_file(weights), folder / "base/pytorch_model.bin")
     weights.unlink()
     with torch.inference_mode():
-        again = open_model(f"peft:{folder / 'adapter'}", Asked(base_model=str(folder / "base"))).build(None)(**inputs)
+        again = open_model(f"peft:{folder / 'adapter'}", ModelRequest(base_model=str(folder / "base"))).build(None)(
+            **inputs
+        )
     torch.testing.assert_close(again.logits, found.logits, atol=0, rtol=0)
     assert (base - network.bert(**inputs).last_hidden_state).abs().max() > 1e-2
 
@@ -96,7 +98,7 @@ def test_biases_that_were_trained_beside_the_adapter_are_the_networks(bias: str,
     made = transformers.BertForSequenceClassification.from_pretrained(base)
     adapter(tmp_path / "adapter", made, task_type="SEQ_CLS", target_modules=["query", "value"], bias=bias)
     spec = f"peft:{tmp_path / 'adapter'}"
-    saved = open_model(spec, Asked(base_model=str(base)))
+    saved = open_model(spec, ModelRequest(base_model=str(base)))
     assert saved.transform is not None
     inputs = {name: torch.from_numpy(array) for name, array in saved.transform(TEXTS).inputs.items()}
     with torch.inference_mode():
@@ -110,12 +112,12 @@ def test_biases_that_were_trained_beside_the_adapter_are_the_networks(bias: str,
         copy = "base_model.model.classifier.modules_to_save.bias"
         save_file(weights | {copy: weights[copy] + 1}, tmp_path / "adapter/adapter_model.safetensors")
         with pytest.raises(DataError, match=rf"not in the network \(1\): '{copy}'"):
-            open_model(spec, Asked(base_model=str(base))).build(None)
+            open_model(spec, ModelRequest(base_model=str(base))).build(None)
 
 
 def test_a_head_inside_the_adapter_is_merged(tmp_path: Path, cli: Cli) -> None:
     folder = image_adapter(tmp_path)
-    saved = open_model(f"peft:{folder / 'adapter'}", Asked(base_model=str(folder / "base")))
+    saved = open_model(f"peft:{folder / 'adapter'}", ModelRequest(base_model=str(folder / "base")))
     assert saved.classes == ("worse", "same", "better")
     processor = transformers.AutoImageProcessor.from_pretrained(folder / "base")
     pixels = processor(images=pictures(), return_tensors="pt")["pixel_values"]
@@ -142,7 +144,7 @@ def test_a_head_inside_the_adapter_is_merged(tmp_path: Path, cli: Cli) -> None:
 
 def test_a_weight_that_is_in_neither_folder_is_named(tmp_path: Path) -> None:
     folder = text_adapter(tmp_path)
-    saved = open_model(f"peft:{folder / 'adapter'}", Asked(base_model=str(folder / "base")))
+    saved = open_model(f"peft:{folder / 'adapter'}", ModelRequest(base_model=str(folder / "base")))
     path = folder / "adapter/adapter_model.safetensors"
     state = load_file(path)
     query = "base_model.model.bert.encoder.layer.0.attention.self.query"
@@ -195,7 +197,7 @@ def test_what_cannot_be_merged_is_refused_in_a_line(
     (own / "adapter_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     config = {"peft_type": "LORA", "task_type": "SEQ_CLS", "base_model_name_or_path": "some/base", **changes}
     (own / "adapter_config.json").write_text(json.dumps(config))
-    asked = Asked(base_model=None if base is None else str(tmp_path / base))
+    asked = ModelRequest(base_model=None if base is None else str(tmp_path / base))
     with pytest.raises(error, match=message) as told:
         open_model(f"peft:{own}", asked)
     assert "\n" not in told.value.message
@@ -203,5 +205,5 @@ def test_what_cannot_be_merged_is_refused_in_a_line(
 
 def test_a_folder_that_is_no_adapter_says_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match=r"no adapter_config.json in") as told:
-        open_model(f"peft:{text_folder(tmp_path / 'base')}", Asked())
+        open_model(f"peft:{text_folder(tmp_path / 'base')}", ModelRequest())
     assert told.value.hint == f"this is a full model: use \0model\0 hf:{tmp_path / 'base'}"

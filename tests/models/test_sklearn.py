@@ -19,7 +19,7 @@ from sklearn.preprocessing import MaxAbsScaler, MinMaxScaler, PolynomialFeatures
 from sklearn.svm import LinearSVC
 
 from bnncli.errors import BnnError, DataError, Untrusted
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.kinds.sklearn import open_model
 from bnncli.models.sklearn_arrays import Estimator, arrays_of
 
@@ -47,7 +47,7 @@ FITTED: dict[str, Callable[[], Any]] = {
 
 def check(model: Any, path: Path) -> None:
     """The network's log probabilities are the model's own, and its classes theirs."""
-    saved = open_model(str(path), Asked())
+    saved = open_model(str(path), ModelRequest())
     network = saved.build(None)
     with torch.inference_mode():
         logits = network(torch.from_numpy(X.astype(np.float32))).double()
@@ -115,13 +115,13 @@ def test_types_of_others_in_a_skops_file_are_named_and_not_loaded(tmp_path: Path
     skops = pytest.importorskip("skops.io")
     skops.dump(make_pipeline(Doubled(), LogisticRegression()).fit(X, TWO), tmp_path / "model.skops")
     with pytest.raises(Untrusted, match=r"types from outside scikit-learn: '.*test_sklearn.Doubled'"):
-        open_model(str(tmp_path / "model.skops"), Asked())
+        open_model(str(tmp_path / "model.skops"), ModelRequest())
 
 
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.pkl").write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(Untrusted, match="is a pickle") as told:
-        open_model(str(tmp_path / "model.pkl"), Asked())
+        open_model(str(tmp_path / "model.pkl"), ModelRequest())
     assert "convert" in str(told.value.hint)
 
 
@@ -144,19 +144,19 @@ def test_arrays_that_do_not_fit_are_one_line(name: str, tmp_path: Path) -> None:
     arrays, told = ODD[name]
     np.savez(tmp_path / "model.npz", **arrays)
     with pytest.raises(DataError, match=told):
-        open_model(str(tmp_path / "model.npz"), Asked())
+        open_model(str(tmp_path / "model.npz"), ModelRequest())
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04"])
 def test_what_is_no_classifier_is_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.npz").write_bytes(content)
     with pytest.raises(BnnError, match=r"model\.npz"):
-        open_model(str(tmp_path / "model.npz"), Asked())
+        open_model(str(tmp_path / "model.npz"), ModelRequest())
 
 
 def test_other_features_than_it_was_fitted_on_are_one_line(tmp_path: Path) -> None:
     np.savez(tmp_path / "model.npz", **ARRAYS)
-    network = open_model(str(tmp_path / "model.npz"), Asked()).build(None)
+    network = open_model(str(tmp_path / "model.npz"), ModelRequest()).build(None)
     with pytest.raises(DataError, match=r"expects 4 features, got inputs of shape \(2, 5\)"):
         network(torch.zeros(2, 5))
 

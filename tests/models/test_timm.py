@@ -18,7 +18,7 @@ from problems.image_networks import IMAGES, check_equal, images_in, logits_of_ou
 from problems.optional_libraries import library
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
-from bnncli.models import Asked, open_model
+from bnncli.models import ModelRequest, open_model
 
 pytestmark = pytest.mark.libraries
 
@@ -74,7 +74,7 @@ def test_a_folder_that_timm_wrote_brings_weights_inputs_and_names(is_safe: bool,
         data_config=config,
         safe_serialization=is_safe,
     )
-    saved = open_model(f"timm:{folder}", Asked())
+    saved = open_model(f"timm:{folder}", ModelRequest())
     assert saved.classes == NAMES
     assert [path.name for path in saved.files] == [
         "config.json",
@@ -96,7 +96,7 @@ def test_a_tag_and_an_image_size_change_what_is_done(timm: Any) -> None:
             {"img_size": 96} if arguments else {}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()
         )
         expected = torch.stack([create_transform(**config, is_training=False)(image) for image in IMAGES]).numpy()
-        seen.append(np.asarray(open_model(f"timm:{name}", Asked(arguments)).transform(IMAGES).inputs))
+        seen.append(np.asarray(open_model(f"timm:{name}", ModelRequest(arguments)).transform(IMAGES).inputs))
         assert np.array_equal(seen[-1], expected)
     assert not np.array_equal(seen[0], seen[1])
     assert seen[2].shape[-1] == 96
@@ -105,24 +105,24 @@ def test_a_tag_and_an_image_size_change_what_is_done(timm: Any) -> None:
 def test_outputs_of_published_weights_have_the_names_of_imagenet(timm: Any) -> None:
     from timm.data import ImageNetInfo
 
-    saved: Any = open_model("timm:resnet50.a1_in1k", Asked())
+    saved: Any = open_model("timm:resnet50.a1_in1k", ModelRequest())
     names, info = saved.published_classes(1000), ImageNetInfo()
     assert names[0] == info.index_to_description(0) == "tench, Tinca tinca"
     assert (names[134], names[517]) == ("crane (134)", "crane (517)")
     assert len({*names}) == 1000
     assert saved.published_classes(3) is None
-    assert open_model("timm:resnet50.fb_swsl_ig1b_ft_in1k", Asked()).published_classes(21843) is None  # type: ignore[attr-defined]
+    assert open_model("timm:resnet50.fb_swsl_ig1b_ft_in1k", ModelRequest()).published_classes(21843) is None  # type: ignore[attr-defined]
 
 
 def test_grey_images_are_taken_where_the_folder_has_one_mean(tmp_path: Path, timm: Any) -> None:
     config = {"mean": (0.5,), "std": (0.25,), "input_size": (1, 32, 32)}
     network = timm.create_model("resnet10t", num_classes=3, in_chans=1).eval()
     folder = save_folder(tmp_path / "f", network, data_config=config, safe_serialization=True)
-    saved = open_model(f"timm:{folder}", Asked())
+    saved = open_model(f"timm:{folder}", ModelRequest())
     inputs = np.asarray(saved.transform([image.convert("L") for image in IMAGES]).inputs)
     assert (saved.transform.mode, inputs.shape) == ("L", (3, 1, 32, 32))
     assert saved.build(None)(torch.from_numpy(inputs)).shape == (3, 3)
-    assert open_model("timm:resnet10t", Asked({"in_chans": "1"})).transform is None
+    assert open_model("timm:resnet10t", ModelRequest({"in_chans": "1"})).transform is None
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_grey_images_are_taken_where_the_folder_has_one_mean(tmp_path: Path, tim
 )
 def test_what_cannot_be_built_is_told(spec: str, arguments: dict[str, str], kind: type[BnnError], told: str) -> None:
     with pytest.raises(kind, match=told) as error:
-        open_model(spec, Asked(arguments)).build(small().state_dict())
+        open_model(spec, ModelRequest(arguments)).build(small().state_dict())
     assert "\n" not in error.value.message
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_opened_is_told(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
     with pytest.raises(kind, match=told):
-        open_model(spec.replace("FOLDER", str(tmp_path)), Asked(arguments))
+        open_model(spec.replace("FOLDER", str(tmp_path)), ModelRequest(arguments))
 
 
 def test_a_model_is_opened_without_torch_and_the_libraries(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_names_of_labels_are_taken_by_their_numbers(tmp_path: Path) -> None:
     ):
         config = {"architecture": "resnet10t", "label_names": names, "pretrained_cfg": {}}
         (folder / "config.json").write_text(json.dumps(config))
-        assert open_model(f"timm:{folder}", Asked()).classes == expected
+        assert open_model(f"timm:{folder}", ModelRequest()).classes == expected
 
 
 @pytest.mark.nightly

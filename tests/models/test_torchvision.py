@@ -17,7 +17,7 @@ from problems.optional_libraries import library
 
 from bnncli.artifacts.features import read_features
 from bnncli.errors import BnnError, DataError, UsageError
-from bnncli.models import Asked, open_model
+from bnncli.models import ModelRequest, open_model
 
 pytestmark = pytest.mark.libraries
 
@@ -53,11 +53,11 @@ def test_extracted_features_times_head_are_torchvisions_logits(cli: Cli, tmp_pat
 
 
 def test_weights_name_a_transform_and_without_them_inputs_are_arrays() -> None:
-    bare = open_model(f"torchvision:{SMALL}", Asked())
+    bare = open_model(f"torchvision:{SMALL}", ModelRequest())
     assert (bare.transform, bare.classes, bare.files) == (None, None, ())
     inputs = torch.rand(2, 3, 64, 64)
     assert bare.build(small().state_dict())(inputs).equal(small()(inputs))
-    transform = open_model(f"torchvision:{SMALL}:IMAGENET1K_V1", Asked()).transform
+    transform = open_model(f"torchvision:{SMALL}:IMAGENET1K_V1", ModelRequest()).transform
     assert transform.to_json() == {"library": "torchvision", "network": SMALL, "weights": "IMAGENET1K_V1"}
     assert np.asarray(transform(IMAGES).inputs).dtype == np.float32
 
@@ -77,13 +77,13 @@ def test_outputs_of_published_weights_have_their_names_where_the_data_have_none(
     assert len({*classes}) == 1000
     done = cli(*words, f"other=images:{tmp_path}/data", "--json")
     assert "--classes FILE" in done.json["error"]["hint"]
-    assert open_model(f"torchvision:{SMALL}:IMAGENET1K_V1", Asked()).published_classes(3) is None  # type: ignore[attr-defined]
-    assert open_model(f"torchvision:{SMALL}", Asked()).published_classes(1000) is None  # type: ignore[attr-defined]
+    assert open_model(f"torchvision:{SMALL}:IMAGENET1K_V1", ModelRequest()).published_classes(3) is None  # type: ignore[attr-defined]
+    assert open_model(f"torchvision:{SMALL}", ModelRequest()).published_classes(1000) is None  # type: ignore[attr-defined]
 
 
 def test_classes_are_counted_where_a_builder_looks_at_its_tensors(models: Any) -> None:
     state = models.get_model("regnet_y_400mf", num_classes=5).state_dict()
-    assert open_model("torchvision:regnet_y_400mf", Asked()).build(state).fc.bias.equal(state["fc.bias"])
+    assert open_model("torchvision:regnet_y_400mf", ModelRequest()).build(state).fc.bias.equal(state["fc.bias"])
 
 
 def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
@@ -134,7 +134,7 @@ def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
 )
 def test_what_cannot_be_built_is_told(spec: str, arguments: dict[str, str], kind: type[BnnError], told: str) -> None:
     with pytest.raises(kind, match=told) as error:
-        open_model(spec, Asked(arguments)).build(small().state_dict())
+        open_model(spec, ModelRequest(arguments)).build(small().state_dict())
     assert "\n" not in error.value.message
 
 

@@ -16,9 +16,8 @@ from torch.nn import functional
 from bnncli import registry
 from bnncli.commands.demo import fixture_path
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.models.architectures import fill_network, load_network, notes_on_names
 from bnncli.models.architectures.wide_resnet import build as build_wide_resnet
-from bnncli.models.build import fitted
+from bnncli.models.build import describe_name_mapping, fill_network, fit_names, load_network
 from bnncli.models.checkpoints import load_checkpoint
 
 pytestmark = pytest.mark.libraries
@@ -356,7 +355,7 @@ def under(prefix: str, state: dict[str, Tensor] = WEIGHTS) -> dict[str, Tensor]:
 def filled(state: dict[str, Tensor], network: nn.Module | None = None) -> tuple[dict[str, Tensor], list[str]]:
     network = network or nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     fill_network(network, state, "net")
-    return network.state_dict(), notes_on_names(state, network)
+    return network.state_dict(), describe_name_mapping(state, network)
 
 
 def is_ours(found: dict[str, Tensor], prefix: str = "") -> bool:
@@ -443,7 +442,7 @@ def test_a_built_in_network_finds_its_sizes_behind_a_prefix(prefix: str) -> None
 
 
 def test_another_network_is_told_by_its_own_names() -> None:
-    assert fitted(under("model."), ["conv.weight", "fc.weight"]).place == ("", "")
+    assert fit_names(under("model."), ["conv.weight", "fc.weight"]).place == ("", "")
 
 
 class Module(nn.Module):

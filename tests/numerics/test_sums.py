@@ -18,7 +18,7 @@ from bnncli.integrators._partitions import central_interval
 from bnncli.numerics import random as shuffled
 from bnncli.numerics.dirichlet import cumulative_lengths, ranked_lengths
 from bnncli.numerics.random import permutation, stream_seed
-from bnncli.numerics.running_sum import by_products, running_sum
+from bnncli.numerics.running_sum import running_sum, running_sum_by_products
 from bnncli.parameters.layouts import HeadLayout
 
 
@@ -34,7 +34,7 @@ def deterministic() -> Iterator[None]:
 def test_products_add_up_as_float64_does(size: int, dtype: torch.dtype, tolerance: float) -> None:
     values = torch.rand(3, 2, size, generator=torch.Generator().manual_seed(size), dtype=dtype)
     exact = values.double().cumsum(dim=-1)
-    torch.testing.assert_close(by_products(values).double(), exact, rtol=tolerance, atol=0)
+    torch.testing.assert_close(running_sum_by_products(values).double(), exact, rtol=tolerance, atol=0)
     assert torch.equal(running_sum(values), values.cumsum(dim=-1))
 
 
@@ -42,7 +42,8 @@ def test_products_have_the_gradient_of_a_running_sum() -> None:
     values = torch.rand(2, 130, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     weights = torch.rand(2, 130, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ours, theirs = (
-        torch.autograd.grad((sums * weights).sum(), values)[0] for sums in (by_products(values), values.cumsum(-1))
+        torch.autograd.grad((sums * weights).sum(), values)[0]
+        for sums in (running_sum_by_products(values), values.cumsum(-1))
     )
     torch.testing.assert_close(ours, theirs)
 

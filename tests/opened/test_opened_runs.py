@@ -19,10 +19,11 @@ from problems.command_line import Cli
 from safetensors.numpy import load_file
 
 import bnncli
-from bnncli.api import OpenedPosterior, OpenedRun
+from bnncli.api.predictions import OpenedPosterior
+from bnncli.api.run import OpenedRun
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import BnnError, BnnWarning, DataError, DeviceError, MissingInput, UsageError
-from bnncli.system.devices import configure_torch, settings_kept
+from bnncli.system.devices import configure_torch, keep_settings
 
 LIGHT = """
 import sys
@@ -337,7 +338,7 @@ def test_inside_a_call_torch_is_as_in_a_command_and_afterwards_as_it_was() -> No
     before = found()
     torch.set_default_dtype(torch.float64)  # sparse posteriors are not read under it
     try:
-        with settings_kept():
+        with keep_settings():
             configure_torch(threads=None, deterministic=False)
             assert found() == (torch.float32, "highest", False, False)
         assert found() == (torch.float64, *before[1:])

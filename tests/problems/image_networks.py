@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from bnncli.artifacts.features import read_features
-from bnncli.models import Asked, open_model
+from bnncli.models import ModelRequest, open_model
 
 _RNG = np.random.default_rng(0)
 
@@ -48,7 +48,7 @@ def settled(network: Any, size: int = 96) -> Any:
 
 def logits_of_ours(spec: str, state: Any, images: list[Image.Image], **arguments: str) -> torch.Tensor:
     """What the model of KIND:PLACE makes of images with its own preprocessing."""
-    saved = open_model(spec, Asked(arguments))
+    saved = open_model(spec, ModelRequest(arguments))
     assert saved.transform is not None
     inputs = saved.transform(images).inputs
     with torch.no_grad():

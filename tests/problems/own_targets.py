@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 
 from bnncli.errors import UsageError
 from bnncli.likelihoods import Likelihood, likelihood_of
-from bnncli.parameters.layouts import ParamPart, consecutive, parts_to_json
+from bnncli.parameters.layouts import ParamPart, consecutive_parts, parts_to_json
 from bnncli.parameters.prior import Prior
 from bnncli.targets.target import LogJoint
 
@@ -24,7 +24,7 @@ class Pair:
     """theta = (a, b)."""
 
     num_params = 2
-    parts: tuple[ParamPart, ...] = consecutive([("a", (), False), ("b", (), False)])
+    parts: tuple[ParamPart, ...] = consecutive_parts([("a", (), False), ("b", (), False)])
 
     def to_json(self) -> list[dict[str, object]]:
         return parts_to_json(self.parts)
@@ -120,7 +120,7 @@ class OwnCurvature:
         return {f"hessian.{self.structure}": found.diagonal().clone() if self.structure == "diag" else found}
 
 
-PARTS = consecutive([("V", (2, 2), False), ("c", (2,), True), ("W", (3, 2), False), ("b", (3,), True)])
+PARTS = consecutive_parts([("V", (2, 2), False), ("c", (2,), True), ("W", (3, 2), False), ("b", (3,), True)])
 
 
 class TanhLayout:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bnncli.data.transform import Transformed
+from bnncli.data.transform import TransformedInputs
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class WordLengths:
     takes: str = "texts"
     mode: str = ""
 
-    def __call__(self, items: Sequence[Any]) -> Transformed:
+    def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         words = [(item if isinstance(item, str) else " ".join(item)).split() for item in items]
         ids = np.zeros((len(items), self.max_length), np.int32)
         for row, each in enumerate(words):
             kept = each[: self.max_length]
             ids[row, : len(kept)] = [len(word) for word in kept]
         cut = sum(len(each) > self.max_length for each in words)
-        return Transformed({"input_ids": ids, "attention_mask": ids > 0}, cut)
+        return TransformedInputs({"input_ids": ids, "attention_mask": ids > 0}, cut)
 
     def to_json(self) -> dict[str, Any]:
         return {"tokenizer": "word lengths", "max_length": self.max_length}
@@ -40,10 +40,10 @@ class Halved:
     mode: str = "RGB"
     takes: str = "images"
 
-    def __call__(self, items: Sequence[Image.Image]) -> Transformed:
+    def __call__(self, items: Sequence[Image.Image]) -> TransformedInputs:
         assert all(item.mode == self.mode for item in items)
         arrays = [np.array(item.resize((2, 2), Image.Resampling.BOX)).reshape(2, 2, -1) for item in items]
-        return Transformed(np.stack(arrays).transpose(0, 3, 1, 2) / 127.5 - 1)
+        return TransformedInputs(np.stack(arrays).transpose(0, 3, 1, 2) / 127.5 - 1)
 
     def to_json(self) -> dict[str, Any]:
         return {"processor": "halved", "mode": self.mode}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.options.declaration import Form
 from problems.transforms import WordLengths
 
@@ -50,7 +50,7 @@ class WordsModel:
         return network.eval()
 
 
-def open_model(place: str, asked: Asked) -> WordsModel:
+def open_model(place: str, asked: ModelRequest) -> WordsModel:
     return WordsModel((Path(place),))
 
 

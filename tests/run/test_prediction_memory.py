@@ -46,7 +46,7 @@ def test_draws_of_a_mixture_are_of_the_last_layer_alone() -> None:
 
 def test_a_pass_of_examples_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "bnncli.session.prediction_memory.with_kernels", lambda work, layout, count, device: work.of(count)
+        "bnncli.session.prediction_memory.process_bytes", lambda work, layout, count, device: work.of(count)
     )
     memory = make_memory("point")
     theta, inputs = memory.layout.trained().float().unsqueeze(0), torch.rand(200, 64)

@@ -22,7 +22,7 @@ from bnncli.parameters.prior import Prior
 from bnncli.session.inputs import open_posterior, open_samples
 from bnncli.session.posteriors import weaker_prior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.target import count_passes, counted_passes
+from bnncli.targets.target import count_passes, counting_passes
 
 CODE = "from torch import nn\n\ndef make():\n    return nn.Sequential({})\n"
 SGHMC = ("fit-sghmc", "--chains", 2, "--epochs", 40)
@@ -262,17 +262,17 @@ def test_passes_are_gradients_and_products_over_the_number_of_examples() -> None
     features, labels = torch.randn(30, 4), torch.arange(30) % 3
     target = LastLayerTarget(features, labels, HeadLayout(3, 4), Prior(1.0))
     theta = torch.zeros(5, 15, dtype=torch.float64)
-    with counted_passes() as outer:
+    with counting_passes() as outer:
         target.log_joint_and_grad(theta)
-        with counted_passes() as inner:
+        with counting_passes() as inner:
             target.hessian_operator(theta[0])(theta[:3])
         target.log_joint(theta)
     assert (inner.passes, outer.passes) == (6, 11)
-    with counted_passes() as outer, counted_passes(share=0.25):
+    with counting_passes() as outer, counting_passes(share=0.25):
         target.log_joint_and_grad(theta)
     assert outer.passes == 1.25
     count_passes(3)  # nobody asks
-    with counted_passes() as tally:
+    with counting_passes() as tally:
         fit_gaussian(target, structure="diag", center="checkpoint", start=theta[0])
     assert 1 <= tally.passes <= 3
 

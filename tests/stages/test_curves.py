@@ -17,7 +17,7 @@ from sklearn import metrics
 from bnncli.evaluation import curves
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.curves import MAX_POINTS, reliability_curve, risk_coverage_curve, roc_curve
-from bnncli.evaluation.statistics import examples_of
+from bnncli.evaluation.statistics import compute_example_statistics
 from bnncli.figures import predictions, render
 
 
@@ -82,7 +82,7 @@ def test_a_single_example_and_equal_scores_have_curves() -> None:
 def test_the_ece_can_be_computed_from_the_reliability_curve() -> None:
     generator = np.random.default_rng(4)
     probs = generator.dirichlet(np.ones(3), size=500)
-    examples = examples_of(probs, generator.integers(3, size=500))
+    examples = compute_example_statistics(probs, generator.integers(3, size=500))
     found = reliability_curve(examples, num_bins=12)
     assert (len(found["edges"]), sum(found["count"])) == (13, 500)
     assert [c is None for c in found["confidence"]] == [count == 0 for count in found["count"]]

@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.evaluation.detectors import of_features, of_predictions
+from bnncli.evaluation.detectors import feature_detectors, prediction_detectors
 from bnncli.options.scoring import EvaluateOptions
 from bnncli.session.inputs import open_posterior
 
@@ -83,7 +83,7 @@ def test_every_score_detects_the_other_split(everything: dict[str, Any], finishe
 def test_scores_of_features_have_one_row_for_all_posteriors(everything: dict[str, Any], arrays: Any) -> None:
     metrics = rows_of(everything, "features")
     assert {row["name"] for row in metrics} == {"auroc", "aupr", "fpr95"}
-    assert {row["score"] for row in metrics} == set(of_features())
+    assert {row["score"] for row in metrics} == set(feature_detectors())
     unit = {name: arrays[f"features_{name}"].astype(float) for name in ("train", "test", "far")}
     unit = {name: rows / np.linalg.norm(rows, axis=1, keepdims=True) for name, rows in unit.items()}
     known = NearestNeighbors(n_neighbors=50).fit(unit["train"])
@@ -110,10 +110,10 @@ def test_the_table_shows_the_scores_that_were_asked_for(cli: Cli, everything: di
     header = done.stdout.splitlines()[0] if done.stdout else ""
     metrics = [metric for row in everything["rows"] for metric in row["metrics"] if metric["name"] == "auroc"]
     shown = {metric["score"] for metric in metrics if metric["value"] is not None}
-    assert shown >= {*of_predictions(), *of_features()} - {"dirichlet_variance"}  # only of bridge
-    assert all((f"AUROC far {name}" in header) == (name in shown) for name in (*of_predictions(), *of_features())), (
-        header
-    )
+    assert shown >= {*prediction_detectors(), *feature_detectors()} - {"dirichlet_variance"}  # only of bridge
+    assert all(
+        (f"AUROC far {name}" in header) == (name in shown) for name in (*prediction_detectors(), *feature_detectors())
+    ), header
     one = cli("evaluate", scored_run, "--score", "energy", "--bootstrap", 50, "--force", "--posterior", "laplace")
     assert "detection by energy" in one.stdout
     assert "features" not in one.stdout
@@ -206,7 +206,7 @@ def test_the_scores_to_make_always_have_that_of_the_table() -> None:
     options = EvaluateOptions(score=["knn", "energy"])
     assert (options.shown_scores, options.prediction_scores) == (["energy", "knn"], ["combined", "energy"])
     assert (options.curve_score, EvaluateOptions(score=["knn"]).curve_score) == ("energy", "combined")
-    assert EvaluateOptions(score=["all"]).shown_scores == [*of_predictions(), *of_features()]
+    assert EvaluateOptions(score=["all"]).shown_scores == [*prediction_detectors(), *feature_detectors()]
     assert EvaluateOptions(score=["energy"]).needs_features is False
 
 

@@ -19,7 +19,9 @@ from torch import nn
 from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, read_features
 from bnncli.artifacts.files import read_header
 from bnncli.commands.extract_features.splits import input_notes
-from bnncli.data import Preprocess, Shift, load_split
+from bnncli.data.pixels import Preprocess
+from bnncli.data.shift import Shift
+from bnncli.data.splits import load_split
 from bnncli.errors import Interrupted
 from bnncli.numerics.random import stream_seed
 from bnncli.session.network import FeatureStore

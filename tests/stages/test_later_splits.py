@@ -20,7 +20,7 @@ from problems.command_line import Cli
 
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
-from bnncli.artifacts.freshness import leave_note, note_path, request_digest
+from bnncli.artifacts.freshness import note_path, request_digest, write_note
 from bnncli.artifacts.hdf5 import write_hdf5
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.provenance import Source, params_hash
@@ -663,9 +663,9 @@ def test_a_note_about_the_request_that_was_published_says_nothing(cli: Cli, run:
     digests = {one["role"]: one["content_digest"] for one in header.inputs}
     sources = [Source(role, Path("x"), digest) for role, digest in digests.items()]
     own = request_digest(header.provenance["params"], sources)
-    leave_note(features(run), reason="killed", request=own)
+    write_note(features(run), reason="killed", request=own)
     assert cli("predict", run).code == 0
-    leave_note(features(run), reason="killed", request=None)
+    write_note(features(run), reason="killed", request=None)
     assert cli("predict", run).code == 65
     note_path(features(run)).write_text("{")
     assert cli("predict", run).code == 65

@@ -15,7 +15,9 @@ from sklearn.metrics import accuracy_score, log_loss
 
 from bnncli.artifacts.features import FeatureFile
 from bnncli.artifacts.files import read_header
-from bnncli.data import InputSplit, Preprocess, Shift, load_split
+from bnncli.data.pixels import Preprocess
+from bnncli.data.shift import Shift
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.models.architectures.mlp import build
 from bnncli.models.features import InputSums
 from bnncli.numerics.corruptions import CORRUPTIONS

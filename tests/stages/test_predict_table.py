@@ -19,9 +19,9 @@ from scipy import stats
 
 from bnncli import data
 from bnncli.artifacts import hdf5
-from bnncli.artifacts.features import encoded_names, read_features
+from bnncli.artifacts.features import encode_names, read_features
 from bnncli.artifacts.files import read_header
-from bnncli.artifacts.outputs import TableBlock, as_it_was, is_table, write_table
+from bnncli.artifacts.outputs import TableBlock, is_table, unescape_formula, write_table
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands.predict import table as predict_table
 from bnncli.commands.predict.table import parse_merges
@@ -153,7 +153,7 @@ def test_a_name_is_no_formula_of_a_spreadsheet_unless_asked_for_and_score_reads_
     rows = table_rows(tmp_path / "t.csv")
     assert [row["label"] for row in rows] == ["'=1+1", "-1", "'@b", "''=c", "plain"]
     assert [row["name"] for row in rows] == ["'-a.png", "b.png", "'+c", "", "é"]
-    assert [as_it_was(row["label"]) for row in rows] == names
+    assert [unescape_formula(row["label"]) for row in rows] == names
     done = cli("score", tmp_path / "t.csv", "--metric", "accuracy", "--bootstrap", 0, "--json")
     assert done.json["rows"][0]["metrics"][0]["value"] == 1, done.stderr
     write_table(tmp_path / "raw.csv", [TableBlock(("test", "laplace", "mc"), columns, is_raw=True)], names)
@@ -489,7 +489,7 @@ def test_names_are_texts_for_other_readers_and_whole(
     split = read_features(path, is_full_check=True)
     assert split.names is not None
     assert [name.decode() for name in split.names.tolist()] == stored
-    assert encoded_names(sorted(ODD)).tolist() == split.names.tolist()  # type: ignore[union-attr]
+    assert encode_names(sorted(ODD)).tolist() == split.names.tolist()  # type: ignore[union-attr]
     assert cli("verify", path).code == 0
     content = bytearray(path.read_bytes())
     content[offset] ^= 1

@@ -18,7 +18,7 @@ from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands.diagnose.diagnosis import MAX_PAIRS, diagnosis_tables
 from bnncli.commands.refine import summary
 from bnncli.evaluation.decisions import OutlierRule
-from bnncli.evaluation.feature_scores import Combined
+from bnncli.evaluation.feature_scores import FittedViews
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.session import predictor, revisions
 from bnncli.session.inputs import open_posterior
@@ -198,7 +198,7 @@ def test_predictions_have_the_score_of_the_features_whatever_the_posterior(cli: 
     run = small(cli, tmp_path, has_val=True)
     arrays = {name: torch.from_numpy(one) for name, one in make_arrays().items()}
     layout = HeadLayout(3, 5)
-    expected = Combined.fit(
+    expected = FittedViews.fit(
         arrays["features_train"],
         arrays["labels_train"],
         arrays["features_val"],

@@ -21,7 +21,7 @@ from bnncli.artifacts.samples import read_samples
 from bnncli.cli.execute import run_command_line
 from bnncli.covariances._row_space import WithinRows
 from bnncli.inference import memory
-from bnncli.inference.laplace import complete, fit_gaussian
+from bnncli.inference.laplace import complete_draws, fit_gaussian
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
@@ -234,7 +234,7 @@ def test_interrupted_chains_continue_to_the_same_draws(cli: Cli, run: Path) -> N
 def test_completed_draws_are_what_they_were_inside_and_the_prior_outside(run: Path) -> None:
     rows, generator = rows_of(run), torch.Generator().manual_seed(0)
     inside = torch.randn(500, rows.reduced.num_params, generator=generator, dtype=torch.float64)
-    theta, log_density = complete(inside, generator, rows=rows, prior=Prior(PRIOR))
+    theta, log_density = complete_draws(inside, generator, rows=rows, prior=Prior(PRIOR))
     torch.testing.assert_close(rows.reduce(theta), inside)
     assert is_prior_outside(run, theta, PRIOR)
     prior = Prior(PRIOR)

@@ -16,7 +16,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
 from bnncli.commands import hmc as work
-from bnncli.evaluation.recommendation import score
+from bnncli.evaluation.recommendation import score_predictive
 from bnncli.integrators import load_integrator, mc
 from bnncli.session import val_report
 
@@ -34,7 +34,7 @@ def test_the_numbers_on_val_are_those_of_predict(cli: Cli, tmp_path: Path) -> No
     variants = {"laplace": "laplace.mc", "plug-in": "laplace.plug-in", "probit": "laplace.probit"}
     for key, variant in {**variants, "network": "map.plug-in"}.items():
         content = predictions(run, variant)
-        expected = score(key, np.asarray(content.probs), np.asarray(content.labels))
+        expected = score_predictive(key, np.asarray(content.probs), np.asarray(content.labels))
         assert found[key]["nll"] == pytest.approx(expected.nll, rel=1e-6), key
         assert found[key]["ece"] == pytest.approx(expected.ece, abs=1e-6), key
     assert (found["laplace"]["integrator"], found["laplace"]["samples"]) == (
@@ -187,7 +187,7 @@ def test_numbers_on_val_are_those_of_predict(cli: Cli, tmp_path: Path) -> None:
     assert cli("predict", run, "--split", "val", *words).code == 0
     for key, variant in {"network": "map.plug-in", "hmc": "hmc.mc", "plug-in": "hmc.plug-in"}.items():
         content = read_predictions(run.with_name("run.bnn") / "predictions" / variant / "val.h5")
-        expected = score(key, np.asarray(content.probs), np.asarray(content.labels))
+        expected = score_predictive(key, np.asarray(content.probs), np.asarray(content.labels))
         assert found[key]["nll"] == pytest.approx(expected.nll, rel=1e-6), key
         assert found[key]["ece"] == pytest.approx(expected.ece, abs=1e-6), key
     assert found["hmc"]["samples"] == 120
@@ -253,7 +253,7 @@ def test_numbers_on_val_are_those_of_predict_and_of_fit_temperature(cli: Cli, tm
     assert cli("predict", run, "--split", "val").code == 0
     for key, variant in {"network": "map.plug-in", "base": "laplace.mc", "refine": "refine.mc"}.items():
         content = read_predictions(run.with_name("run.bnn") / "predictions" / variant / "val.h5")
-        expected = score(key, np.asarray(content.probs), np.asarray(content.labels))
+        expected = score_predictive(key, np.asarray(content.probs), np.asarray(content.labels))
         assert found[key]["nll"] == pytest.approx(expected.nll, rel=1e-6), key
         assert found[key]["ece"] == pytest.approx(expected.ece, abs=1e-6), key
     fit = cli("fit-temperature", run, "--json").json["metrics"]
@@ -374,7 +374,7 @@ def test_one_that_predicts_worse_than_what_is_simpler_is_warned_of(cli: Cli, net
     assert cli("predict", network, *words).code == 0
     folder = network.with_name(f"{network.name}.bnn") / "predictions"
     content = read_predictions(folder / f"{method}-all.{used}/val.h5")
-    expected = score(method, np.asarray(content.probs), np.asarray(content.labels))
+    expected = score_predictive(method, np.asarray(content.probs), np.asarray(content.labels))
     assert found[method]["nll"] == pytest.approx(expected.nll, rel=1e-5)
 
 

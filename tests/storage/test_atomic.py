@@ -16,11 +16,11 @@ from bnncli.artifacts import atomic
 from bnncli.artifacts.atomic import (
     check_free_space,
     check_writable,
+    dead_temporaries,
     publish,
     publish_bytes,
-    published_together,
+    publish_together,
     remove_dead_temporaries,
-    temporaries,
     write_error,
 )
 from bnncli.errors import OutputExists, WriteError
@@ -230,7 +230,7 @@ def test_only_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     for path in (dead, absurd, alive, other):
         path.write_bytes(b"")
     (tmp_path / f".b.{DEAD_PID}.0123abcd.tmp").mkdir()
-    assert temporaries(tmp_path) == sorted([dead, absurd])
+    assert dead_temporaries(tmp_path) == sorted([dead, absurd])
     assert remove_dead_temporaries(tmp_path) == sorted([dead, absurd])
     assert alive.exists()
     assert other.exists()
@@ -261,7 +261,7 @@ def test_files_that_belong_together_take_their_names_at_the_end_and_the_last_fir
         put(old.with_name("note"))  # has its name at once
         seen.extend([*targets, *(path.name for path in old.parent.glob("[!.]*"))])
 
-    with published_together(before):
+    with publish_together(before):
         put(old)
         put(other)
         assert (old.read_bytes(), other.exists()) == (OLD, False)
@@ -277,7 +277,7 @@ def test_of_files_that_belong_together_none_takes_its_name_where_one_fails(old: 
         raise WriteError("no note")
 
     def work() -> None:
-        with published_together(before):
+        with publish_together(before):
             put(old)
             if where == "inside":
                 raise WriteError("no disk")
@@ -300,7 +300,7 @@ def test_an_error_between_two_names_says_how_many_are_taken(old: Path, monkeypat
     message = "failed: Input/output error; 1 of 2 related files were already written: run the command again"
 
     def work() -> None:
-        with published_together(lambda targets: None):
+        with publish_together(lambda targets: None):
             put(old)
             put(old.with_name("other.bin"))
 

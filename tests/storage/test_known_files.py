@@ -20,7 +20,7 @@ from bnncli.artifacts import files as metrics
 from bnncli.artifacts import hdf5, headers, known_files, posteriors
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.hdf5 import MARK, SKIP_BYTES, is_sealed, make_seal, open_hdf5, write_hdf5
-from bnncli.artifacts.known_files import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
+from bnncli.artifacts.known_files import STEP_NS, is_checked, is_settled, remember, remember_checks, state_of
 from bnncli.artifacts.run_folder import RunFolder
 from bnncli.cli import execute
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
@@ -29,7 +29,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageErr
 @pytest.fixture(autouse=True)
 def each_command_is_by_itself(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As a user's are: what the suite remembers from one to the next is forgotten."""
-    monkeypatch.setattr(execute, "checks_remembered", checks_remembered)
+    monkeypatch.setattr(execute, "remember_checks", remember_checks)
     token = known_files._KNOWN.set(None)
     yield
     known_files._KNOWN.reset(token)
@@ -59,7 +59,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def command() -> Iterator[None]:
-    with checks_remembered():
+    with remember_checks():
         yield
 
 
@@ -202,10 +202,10 @@ def test_a_change_of_the_last_moment_and_a_coarse_clock_are_not_settled(path: Pa
 
 def test_what_is_remembered_ends_with_the_command(path: Path) -> None:
     state = state_of(path.stat())
-    with checks_remembered():
+    with remember_checks():
         remember(state)
         assert is_checked(state)
-        with checks_remembered():
+        with remember_checks():
             assert not is_checked(state)
         assert is_checked(state)
     assert not is_checked(state)

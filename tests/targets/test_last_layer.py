@@ -31,11 +31,11 @@ from bnncli.targets import grams, last_layer
 from bnncli.targets import last_layer as logit_blocks
 from bnncli.targets import last_layer as products
 from bnncli.targets import variants as coarse_gradient
-from bnncli.targets.blocks import FeatureBlocks, gathered, node_places, row_slices, shard_rows, summed
+from bnncli.targets.blocks import FeatureBlocks, gather_sums, node_places, row_slices, shard_rows, sum_shards
 from bnncli.targets.grams import (
     pack_quadratic_form,
     packed_grams,
-    packed_places,
+    packed_positions,
     packed_products,
     quadratic_forms,
     unpack_symmetric,
@@ -292,7 +292,7 @@ def test_logits_that_are_not_kept_are_made_again(precision: str, monkeypatch: py
     target = coarse_target(COARSE_LAYOUTS[0])
     way = 0.1 * torch.randn(3, target.layout.num_params, generator=seeded(3), dtype=torch.float64)
     kept = CoarseGradient.about(target, anchor_of(target), precision)
-    monkeypatch.setattr(coarse_gradient, "is_kept", lambda size, device: False)
+    monkeypatch.setattr(coarse_gradient, "fits_cache", lambda size, device: False)
     made = CoarseGradient.about(target, anchor_of(target), precision)
     assert kept.logits is not None
     assert made.logits is None
@@ -384,7 +384,7 @@ def test_grams_of_long_sums_are_those_of_float64(packs: bool, count: int, size: 
         return weights[:, rows]
 
     if packs:
-        got = unpack_symmetric(packed_grams(rows_of, features), packed_places(size, features.device)[0])
+        got = unpack_symmetric(packed_grams(rows_of, features), packed_positions(size, features.device)[0])
     else:
         got = weighted_grams(rows_of, features, count=count)
     assert got.dtype == torch.float64
@@ -411,7 +411,7 @@ def test_packed_products_have_a_coefficient_for_every_pair(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     matrix, x = (torch.randn(*shape, size, generator=generator, dtype=torch.float64) for shape in ((size,), (1,)))
     packed = packed_products(x)
-    torch.testing.assert_close(unpack_symmetric(packed[:, 0], packed_places(size, x.device)[0]), x.T @ x)
+    torch.testing.assert_close(unpack_symmetric(packed[:, 0], packed_positions(size, x.device)[0]), x.T @ x)
     torch.testing.assert_close(pack_quadratic_form(matrix) @ packed[:, 0], (x @ matrix @ x.T)[0, 0])
     assert len(packed) <= size * (size + 1) / 2 * (1 + 2 / 32)
 
@@ -550,7 +550,7 @@ class Together(Team):
 
 def packed(values: list[torch.Tensor], part: range, most: int) -> torch.Tensor:
     """What a worker sends of its shards' values."""
-    nodes = summed((shard, (values[shard].clone(),)) for shard in part).nodes
+    nodes = sum_shards((shard, (values[shard].clone(),)) for shard in part).nodes
     found = torch.zeros(most, *values[0].shape, dtype=torch.float64)
     for row, (_, _, sums) in enumerate(nodes):
         found[row] = sums[0]
@@ -562,14 +562,14 @@ def test_any_number_of_workers_comes_to_the_same_bits(num_shards: int) -> None:
     generator = torch.Generator().manual_seed(num_shards)
     scales = torch.logspace(-8, 8, num_shards, dtype=torch.float64)
     values = [torch.randn(3, generator=generator, dtype=torch.float64) * scale for scale in scales]
-    alone = summed((shard, (value.clone(),)) for shard, value in enumerate(values)).total()[0]
+    alone = sum_shards((shard, (value.clone(),)) for shard, value in enumerate(values)).total()[0]
     for size in (1, 2, 3, 4, 5, 8, 64, 70):
         parts = shares(num_shards, size)
         most = max(len(node_places(part)) for part in parts)
         sent = tuple(packed(values, part, most) for part in parts)
         for rank in {0, size // 2, size - 1}:
-            own = summed((shard, (values[shard].clone(),)) for shard in parts[rank])
-            (found,) = gathered(own, (values[0],), num_shards, Together(rank, size, num_shards, sent=sent))
+            own = sum_shards((shard, (values[shard].clone(),)) for shard in parts[rank])
+            (found,) = gather_sums(own, (values[0],), num_shards, Together(rank, size, num_shards, sent=sent))
             assert found.equal(alone), (size, rank)
     exact = torch.tensor([math.fsum(float(value[i]) for value in values) for i in range(3)], dtype=torch.float64)
     torch.testing.assert_close(alone, exact, rtol=1e-13, atol=0)

@@ -19,7 +19,7 @@ from bnncli.integrators.mc import Mc
 from bnncli.network_curvature._columns import Columns
 from bnncli.network_curvature._rest import diagonal_of
 from bnncli.parameters.layouts import HeadLayout
-from bnncli.parameters.module import ModuleLayout, ModuleNetwork, activation_bytes, chosen_parameters
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, activation_bytes, choose_parameters
 from bnncli.parameters.prior import Prior
 from bnncli.system import signals
 from bnncli.system import signals as between_blocks
@@ -230,9 +230,9 @@ def test_a_pattern_that_names_nothing_lists_the_names() -> None:
 def test_a_weight_that_modules_share_is_named_by_each_of_them() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     module[2].weight = module[0].weight
-    assert list(chosen_parameters(module, "2.weight")) == ["0.weight"]
-    assert list(chosen_parameters(module, "2")) == ["0.weight", "2.bias"]
-    assert list(chosen_parameters(module, "all")) == ["0.weight", "0.bias", "2.bias"]
+    assert list(choose_parameters(module, "2.weight")) == ["0.weight"]
+    assert list(choose_parameters(module, "2")) == ["0.weight", "2.bias"]
+    assert list(choose_parameters(module, "all")) == ["0.weight", "0.bias", "2.bias"]
 
 
 def test_the_layout_is_read_as_it_was_written() -> None:

@@ -10,12 +10,12 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli.errors import DataError
-from bnncli.inference.network_memory import trying_bytes
+from bnncli.inference.network_memory import probing_bytes
 from bnncli.network_curvature.full import hessian_between
 from bnncli.parameters.layouts import ClassifierLayout, HeadLayout, NetworkLayout
-from bnncli.parameters.module import ModuleLayout, ModuleNetwork, laid_out_bytes
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, padded_output_bytes
 from bnncli.parameters.prior import Prior
-from bnncli.parameters.tensor_bytes import growth, peak_bytes
+from bnncli.parameters.tensor_bytes import measure_growth, peak_bytes
 from bnncli.session.network_splits import check_derivatives
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
@@ -124,7 +124,7 @@ def test_the_work_in_float64_is_planned(make: Callable[[str], ModuleLayout], pat
     layout = make(pattern)
     inputs = torch.randn(2, layout.num_features, generator=seeded(0))
     peak = peak_bytes(lambda: check_derivatives(layout, inputs))
-    assert 0.8 < trying_bytes(layout) / peak < 1.25
+    assert 0.8 < probing_bytes(layout) / peak < 1.25
 
 
 @pytest.mark.parametrize("pattern", ["7", "all"])
@@ -162,7 +162,7 @@ def test_views_of_what_was_there_take_nothing() -> None:
 
 
 def test_growth_is_measured_and_extrapolated() -> None:
-    found = growth(lambda count: torch.ones(10 + 3 * count), 2, 6)
+    found = measure_growth(lambda count: torch.ones(10 + 3 * count), 2, 6)
     assert (found.fixed, found.each, found.of(100)) == (40, 12, 1240)
 
 
@@ -178,18 +178,18 @@ def test_small_storages_that_are_gone_before_the_peak_leave_their_holes() -> Non
         some.clear()
         return torch.ones(1000 * count), torch.ones(50 * count)
 
-    found = growth(work, 2, 6, small=401)
+    found = measure_growth(work, 2, 6, small=401)
     assert found.of(10) == 42_000
     assert found.holes(10, 4001) == 12_000 - 2_000
     assert found.times(2).holes(10, 8001) == 24_000 - 4_000
-    assert growth(work, 2, 6).holes(10, 4001) == 2_000
+    assert measure_growth(work, 2, 6).holes(10, 4001) == 2_000
 
 
 def test_what_lies_in_small_storages_is_told_of_any_number_of_examples() -> None:
     def work(count: int) -> object:
         return [torch.ones(100 * count), torch.ones(300 * count)]  # 400 and 1,200 bytes an example
 
-    found = growth(work, 2, 6)
+    found = measure_growth(work, 2, 6)
     assert found.holes(10, 4001) == 4000
     assert found.holes(10, 4000) == 0
     assert found.holes(10, 12_001) == found.of(10) == 16_000
@@ -207,8 +207,8 @@ def test_what_autograd_keeps_is_counted() -> None:
 def test_a_convolutions_channels_are_filled_up(capability: str, filled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     module = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)).eval()
-    assert laid_out_bytes(ModuleNetwork(module), (1, 4, 4)) == 4 * filled * 2 * 2
-    assert laid_out_bytes(ModuleNetwork(nn.Linear(4, 2).eval()), (4,)) == 0
+    assert padded_output_bytes(ModuleNetwork(module), (1, 4, 4)) == 4 * filled * 2 * 2
+    assert padded_output_bytes(ModuleNetwork(nn.Linear(4, 2).eval()), (4,)) == 0
 
 
 def test_what_modules_give_is_counted_at_each_call() -> None:

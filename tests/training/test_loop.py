@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bnncli.errors import Interrupted, NumericError
 from bnncli.progress import SilentProgress
-from bnncli.training.loop import Course, num_batches, train
+from bnncli.training.loop import LearningRateSchedule, num_batches, train
 from bnncli.training.optimizers import Adam
 
 POINTS = torch.randn(23, 2, generator=torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ class Centre:
 
 def trained(learner: Centre, epochs: int = 4, schedule: str = "cosine", **rest: Any) -> dict[str, Tensor]:
     """What was learnt and what the epochs gave, on the CPU."""
-    train(learner, Course(epochs, num_batches(learner), schedule), what="centre", **rest)
+    train(learner, LearningRateSchedule(epochs, num_batches(learner), schedule), what="centre", **rest)
     return {"at": torch.cat(learner.at).detach().cpu(), **learner.state()}
 
 
@@ -225,7 +225,7 @@ def test_a_training_continues_from_every_round_to_the_same_bits(steps_at_once: i
 
 
 def test_a_standstill_shortens_the_schedule_without_a_jump() -> None:
-    course = Course(100, 4, patience=5, round_steps=8)
+    course = LearningRateSchedule(100, 4, patience=5, round_steps=8)
     assert course.epochs_a_round == 2
     before = [course.rate(0.1, step) for step in range(160)]
     course.look([0.0, 1.0] * 20)
@@ -234,10 +234,10 @@ def test_a_standstill_shortens_the_schedule_without_a_jump() -> None:
     assert after[0] == pytest.approx(0.1 * (1 + math.cos(math.pi * 160 / 400)) / 2)
     assert all(one > other for one, other in zip(before + after, [*before, *after][1:], strict=False))
     assert 0 < after[-1] < 0.02 * before[-1]
-    resumed = Course(100, 4, patience=5, round_steps=8)
+    resumed = LearningRateSchedule(100, 4, patience=5, round_steps=8)
     resumed.load(course.state())
     assert resumed == course
-    rising = Course(100, 4, patience=5, round_steps=8)
+    rising = LearningRateSchedule(100, 4, patience=5, round_steps=8)
     rising.look([0.1 * epoch for epoch in range(40)])
     assert not rising.is_early
 
@@ -256,21 +256,21 @@ def test_a_standstill_shortens_the_schedule_without_a_jump() -> None:
 def test_what_may_rise_beyond_the_last_epoch_is_doubted(patience: int, slope: float, doubt: str | None) -> None:
     noise = torch.randn(40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     values = (slope * torch.arange(40) + noise - noise.mean()).tolist()
-    assert Course(40, 10, patience=patience).doubt(values) == doubt
-    short = Course(40, 10, patience=patience).doubt(values[:3])
+    assert LearningRateSchedule(40, 10, patience=patience).doubt(values) == doubt
+    short = LearningRateSchedule(40, 10, patience=patience).doubt(values[:3])
     assert short == ("had not levelled off" if patience else None)
-    ended = Course(400, 10, patience=5)
+    ended = LearningRateSchedule(400, 10, patience=5)
     ended.look([0.0] * 40)
     assert (ended.is_early, ended.doubt(values)) == (True, None)
 
 
 def test_a_training_that_stands_still_ends_early_in_whole_rounds() -> None:
-    learner, course = Centre(), Course(400, 5, patience=3, round_steps=8)
+    learner, course = Centre(), LearningRateSchedule(400, 5, patience=3, round_steps=8)
     states: list[Mapping[str, Tensor]] = []
     train(learner, course, what="centre", save=lambda state, is_last: states.append(state))
     assert course.is_early
     assert learner.num_epochs == course.num_epochs < 200
-    resumed, other = Centre(), Course(400, 5, patience=3, round_steps=8)
+    resumed, other = Centre(), LearningRateSchedule(400, 5, patience=3, round_steps=8)
     train(resumed, other, what="centre", state=states[-2])
     assert other == course
     assert_same(resumed.state(), learner.state())

@@ -11,7 +11,7 @@ import torch
 from kills import run_python, start
 from torch import Tensor
 
-from bnncli.training.loop import Course
+from bnncli.training.loop import LearningRateSchedule
 from bnncli.training.optimizers import Adam, Optimizer, Sgd, load_optimizer, optimizer_tensors
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_steps_are_torchs_and_go_on_after_a_resume(name: str) -> None:
 
 
 def test_a_schedule_in_steps_divides_the_rate_by_ten_twice() -> None:
-    course = Course(epochs=8, num_batches=5, schedule="step")
+    course = LearningRateSchedule(epochs=8, num_batches=5, schedule="step")
     rates = [course.rate(2.0, step) for step in range(40)]
     assert rates == pytest.approx([2.0] * 20 + [0.2] * 10 + [0.02] * 10, rel=1e-12)
 

@@ -16,7 +16,7 @@ from bnncli.errors import BnnError, Exit, Interrupted, NumericError
 from bnncli.system import signals
 from bnncli.system.workers import Team
 from bnncli.training.optimizers import join_memory
-from bnncli.training.shared_out import Seat, Stored, by_number, numbered, share_out
+from bnncli.training.shared_out import Seat, StoredStates, number_tensors, share_out, split_by_number
 
 NUM, EPOCHS = 5, 3
 
@@ -51,7 +51,9 @@ def count(number: int, seat: Seat, *, epochs: int = EPOCHS) -> Mapping[str, Tens
     return {"epochs": torch.tensor(epochs), "own": torch.full((number + 1,), number)}
 
 
-def shared(team: Team, work: object = count, heard: Heard | None = None, stored: Stored | None = None) -> list[dict]:  # type: ignore[type-arg]
+def shared(
+    team: Team, work: object = count, heard: Heard | None = None, stored: StoredStates | None = None
+) -> list[dict]:  # type: ignore[type-arg]
     labels = [f"training {number}" for number in range(NUM)]
     return share_out(
         team, labels, work, what="count", num_steps=EPOCHS, progress=heard or Heard(), stored=stored  # type: ignore[arg-type]
@@ -111,7 +113,7 @@ def test_where_one_is_interrupted_the_first_stores_the_last_whole_rounds_of_all(
         raise Interrupted(15, "interrupted by SIGTERM")
 
     def of(team: Team) -> object:
-        return shared(team, work, stored=Stored({}, lambda: False, stored.append))
+        return shared(team, work, stored=StoredStates({}, lambda: False, stored.append))
 
     for found in in_threads(3, of):
         assert isinstance(found, Interrupted)
@@ -126,7 +128,7 @@ def test_states_are_stored_when_the_first_worker_says_so_and_another_number_of_t
     stored: list[dict[int, dict[str, Tensor]]] = []
 
     def part_of(team: Team) -> object:
-        return shared(team, stored=Stored({}, lambda: True, lambda given: stored.append(copy.deepcopy(given))))
+        return shared(team, stored=StoredStates({}, lambda: True, lambda given: stored.append(copy.deepcopy(given))))
 
     in_threads(2, part_of)
     begun = stored[4]  # after five meetings: the first worker's second training is in its second epoch
@@ -136,7 +138,7 @@ def test_states_are_stored_when_the_first_worker_says_so_and_another_number_of_t
 
     def rest_of(team: Team) -> object:
         own = {number: begun[number] for number in team.share(NUM) if number in begun}
-        return shared(team, heard=heard[team.rank], stored=Stored(own, lambda: True, again.append))
+        return shared(team, heard=heard[team.rank], stored=StoredStates(own, lambda: True, again.append))
 
     found = in_threads(3, rest_of)
     assert [one["epochs"].tolist() for one in found[2]] == [EPOCHS] * NUM  # type: ignore[union-attr, index]
@@ -171,7 +173,7 @@ def test_an_interruption_travels_to_other_processes_as_it_is() -> None:
 
 def test_numbered_tensors_come_back() -> None:
     one = {3: {"a/b": torch.ones(2)}, 12: {"a": torch.zeros(1)}}
-    assert by_number(numbered(one)) == one
+    assert split_by_number(number_tensors(one)) == one
 
 
 def test_a_step_on_the_whole_is_a_step_on_every_part() -> None:

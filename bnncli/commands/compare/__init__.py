@@ -13,8 +13,8 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.comparison import Sample, Standing, fewest_replicates, standings
-from bnncli.evaluation.detectors import of_predictions
-from bnncli.evaluation.scores import declared
+from bnncli.evaluation.detectors import prediction_detectors
+from bnncli.evaluation.scores import all_scores
 from bnncli.options.command import READ, Argument, Command, InputOptions, WriteOptions
 from bnncli.options.declaration import Checked, collected, option
 from bnncli.options.scoring import Quantity, of_compared_scores, parse_score
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 def compared() -> tuple[str, ...]:
     """The scores that two posteriors can be paired in."""
-    return tuple(name for name, score in declared().items() if score.is_paired)
+    return tuple(name for name, score in all_scores().items() if score.is_paired)
 
 
 def _default_metrics() -> list[str]:
-    return [name for name in compared() if declared()[name].is_shown]
+    return [name for name in compared() if all_scores()[name].is_shown]
 
 
 def _metric_help() -> str:
@@ -343,7 +343,7 @@ def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[
     if wanted.metric not in OF_TWO_SPLITS:
         return ""
     splits = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True))
-    return f" (out-of-distribution splits: {', '.join(splits) or 'none'}; scores: {', '.join(of_predictions())})"
+    return f" (out-of-distribution splits: {', '.join(splits) or 'none'}; scores: {', '.join(prediction_detectors())})"
 
 
 def _compare(

@@ -11,9 +11,9 @@ import numpy as np
 from bnncli.artifacts.headers import Header
 from bnncli.evaluation.bootstrap import Bootstrap, DrawGroups, IntegrationError, integration_errors
 from bnncli.evaluation.comparison import Sample, integration
-from bnncli.evaluation.detectors import example_scores, of_predictions, of_probabilities
-from bnncli.evaluation.scores import ScoredPredictions, declared, split_scores
-from bnncli.evaluation.statistics import ExampleStatistics, examples_of
+from bnncli.evaluation.detectors import example_scores, prediction_detectors, probability_detectors
+from bnncli.evaluation.scores import ScoredPredictions, all_scores, split_scores
+from bnncli.evaluation.statistics import ExampleStatistics, compute_example_statistics
 from bnncli.integrators import load_integrator
 from bnncli.numerics.random import stream_seed
 from bnncli.options.scoring import Quantity
@@ -25,7 +25,7 @@ from bnncli.session.score_rows import PredictedSplit, find_metric, forms
 if TYPE_CHECKING:
     from bnncli.commands.compare import CompareOptions
 
-OF_TWO_SPLITS = tuple(name for name, score in declared().items() if score.of_two_splits is not None)
+OF_TWO_SPLITS = tuple(name for name, score in all_scores().items() if score.of_two_splits is not None)
 _IN_THE_SPREAD = "included in the spread over checkpoints"
 
 
@@ -96,7 +96,7 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Prediction
 
 def _resolved(wanted: Quantity) -> Quantity:
     """Detection by the largest probability where no score is named: the default one is the same for all posteriors."""
-    if wanted.metric not in OF_TWO_SPLITS or not {*of_predictions()}.isdisjoint(wanted.choices):
+    if wanted.metric not in OF_TWO_SPLITS or not {*prediction_detectors()}.isdisjoint(wanted.choices):
         return wanted
     return wanted._replace(choices=(*wanted.choices, "max_prob"))
 
@@ -132,7 +132,7 @@ def _measure_checkpoint(
         run.console.poll(f"compare {ood}")
         places = [place for place, group in enumerate(groups) if ood in group.splits(is_ood=True)]
         outside = [PredictedSplit(groups[place].splits(is_ood=True)[ood]) for place in places]
-        names = needed_scores(of_predictions(), other_wanted, ood)
+        names = needed_scores(prediction_detectors(), other_wanted, ood)
         vectors = [
             (inside[place].detection_scores(names), far.detection_scores(names))
             for place, far in zip(places, outside, strict=True)
@@ -214,7 +214,7 @@ def detection_errors(
     """The integration errors of scores of telling one split from another, by scores of the class probabilities."""
 
     def measure(examples: list[ExampleStatistics], probs: list[np.ndarray]) -> list[Measured]:
-        vectors = [example_scores(of_probabilities(), one, _no_array) for one in examples]
+        vectors = [example_scores(probability_detectors(), one, _no_array) for one in examples]
         ood = (outside.name, len(examples[1]))
         return measure_detection([(vectors[0], vectors[1])], wanted, split=("", len(examples[0])), ood=ood)[0]
 
@@ -238,7 +238,7 @@ def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequen
 
     def values(*probs: np.ndarray) -> dict[Key, float]:
         examples = [
-            examples_of(own, known, num_classes=own.shape[1], is_exclusive=files[0].is_exclusive)
+            compute_example_statistics(own, known, num_classes=own.shape[1], is_exclusive=files[0].is_exclusive)
             for own, known in zip(probs, labels, strict=True)
         ]
         return {one.key: np.nan if one.value is None else one.value for one in measure(examples, list(probs))}

@@ -14,7 +14,7 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.commands.compare.measure import Column
 from bnncli.errors import WriteError
 from bnncli.evaluation.comparison import Difference, Sample, Standing, correlation
-from bnncli.evaluation.scores import declared
+from bnncli.evaluation.scores import all_scores
 from bnncli.names import percent, posterior_title
 from bnncli.session.posteriors import HEAD, NETWORK, TotalCost
 from bnncli.session.run import Result, Run, Table
@@ -451,7 +451,7 @@ def _line(comparison: Comparison, column: Column, place: int, row: int) -> Line:
 
 def _possible(interval: tuple[float, float] | None, value: float, column: Column) -> tuple[float, float] | None:
     """The part of an interval that the score can have at all: those of Student over two checkpoints reach far beyond."""
-    score = declared().get(str(column.row["name"]))
+    score = all_scores().get(str(column.row["name"]))
     if interval is None or score is None:
         return interval
     low, high = score.limits  # a form that is no usual one may pass them: never its own value

@@ -19,25 +19,34 @@ from bnncli.commands.hmc import HmcOptions
 from bnncli.errors import CheckFailed, DataError, MissingInput, Untrusted
 from bnncli.evaluation.distances import (
     compare_draws,
-    comparing_bytes,
+    comparison_bytes,
     median_bandwidth,
-    mmd2_of,
-    num_compared,
+    mmd2_from_distances,
+    num_draws_to_compare,
     squared_distances,
 )
 from bnncli.evaluation.recommendation import (
     PLAIN,
     LayerGain,
     Predictive,
-    Scored,
-    excesses,
+    ScoredPredictive,
+    compare_losses,
     layer_gains,
     recommend,
-    sentence,
+    recommendation_sentence,
 )
-from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Commands, Judged, Verdict, doubts, give_verdict
+from bnncli.evaluation.verdict import (
+    DENSITIES,
+    LINEAR_DRAWS,
+    POINTS,
+    Commands,
+    PosteriorFacts,
+    Verdict,
+    give_verdict,
+    reasons_against,
+)
 from bnncli.inference.elbo import MOST_DRAWS
-from bnncli.inference.network_memory import first_use_bytes, judging_bytes
+from bnncli.inference.network_memory import first_use_bytes, weighted_draw_bytes
 from bnncli.integrators import load_integrator
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
@@ -239,7 +248,7 @@ _SIMPLEST_FIRST = (*POINTS, "stack", "gaussian", "flow", LINEAR_DRAWS, "samples"
 
 
 def _recommend(
-    run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: Scored | None, key: str
+    run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: ScoredPredictive | None, key: str
 ) -> Recommended | None:
     """The recommendation among the posteriors that were judged, by the rule of auto; None without scores on val."""
 
@@ -258,7 +267,7 @@ def _recommend(
         return None
     plain, words = "map" if key == "network" else key, PLAIN.get(key, "")
     found = recommend(candidates, baseline, words=words)
-    text = sentence(found, baseline, plain, words)
+    text = recommendation_sentence(found, baseline, plain, words)
     if found.chosen is not None:
         return Recommended(found.chosen.posterior, found.chosen.integrator, text, by="diagnose")
     return Recommended(plain, "plug-in", text, by="diagnose")
@@ -393,7 +402,7 @@ def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, flo
     compared = compare_draws(x, y, distances, bandwidth, generator=generator)
     found: dict[str, Any] = {
         "unbiased": compared.value,
-        "biased": mmd2_of(distances, bandwidth).biased,
+        "biased": mmd2_from_distances(distances, bandwidth).biased,
         "standard_error": compared.standard_error,
         "p_value": compared.p_value,
         "kernel": "rbf",
@@ -406,19 +415,24 @@ def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, flo
 
 
 def _with_comparisons(
-    diagnoses: list[Diagnosis], pairs: list[dict[str, Any]], headers: dict[str, Header], baseline: Scored | None
+    diagnoses: list[Diagnosis],
+    pairs: list[dict[str, Any]],
+    headers: dict[str, Header],
+    baseline: ScoredPredictive | None,
 ) -> list[Diagnosis]:
     """The diagnoses with their distance to good draws of the same target, and their val NLL over the lowest and the network's, paired."""
     scored = [one.losses for one in diagnoses if one.losses is not None]
     lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
     # Few or stuck draws cannot show a difference: that they show none says nothing.
-    chains = [one.judged.name for one in diagnoses if one.judged.type == "samples" and not doubts(one.judged)]
+    chains = [one.judged.name for one in diagnoses if one.judged.type == "samples" and not reasons_against(one.judged)]
     tuned = {_aim(header) for header in headers.values() if header.meta.get("criterion") == "val"}
     compared = []
     for one in diagnoses:
         is_tuned = one.judged.aim in tuned
         has_seen_val = is_tuned or _was_tuned_on_val(headers[one.judged.name])
-        is_worse = one.scored is not None and baseline is not None and excesses(one.scored, [baseline])[0].is_worse
+        is_worse = (
+            one.scored is not None and baseline is not None and compare_losses(one.scored, [baseline])[0].is_worse
+        )
         judged = replace(one.judged, is_tuned=is_tuned, is_worse=is_worse)
         for pair in pairs:
             other = next((name for name in pair["posteriors"] if name != judged.name), judged.name)
@@ -455,7 +469,7 @@ def _was_tuned_on_val(header: Header) -> bool:
 def commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
     """The commands that a verdict may suggest, to be pasted."""
 
-    def sample(judged: Judged) -> str:
+    def sample(judged: PosteriorFacts) -> str:
         same = [one.judged for one in diagnoses if one.judged.aim == judged.aim]
         if judged.layers is not None:
             return _layers_sampling_command(run, judged.layers, same, headers)
@@ -474,7 +488,9 @@ def commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], hea
     )
 
 
-def _layers_sampling_command(run: Run, layers: str, same_target: list[Judged], headers: dict[str, Header]) -> str:
+def _layers_sampling_command(
+    run: Run, layers: str, same_target: list[PosteriorFacts], headers: dict[str, Header]
+) -> str:
     """The same of draws of other layers than the last: about the base that was judged, for longer than those that lie there."""
     bases = [one for one in same_target if one.type != "samples" and one.num_varying is None]
     base = min(bases, key=_distance_of_base).name if bases else None
@@ -492,12 +508,12 @@ def _layers_sampling_command(run: Run, layers: str, same_target: list[Judged], h
     return run.suggest("hmc", **given, **_longer(drawn.name, headers[drawn.name], usual=usual))
 
 
-def _exact_draws(same_target: list[Judged]) -> Judged | None:
+def _exact_draws(same_target: list[PosteriorFacts]) -> PosteriorFacts | None:
     """Draws of which more would be right: those of stochastic gradients are not, so that hmc goes beside them, not in their place."""
     return next((judged for judged in same_target if judged.type == "samples" and judged.is_exact), None)
 
 
-def _prior_of_draws(same_target: list[Judged]) -> dict[str, Any]:
+def _prior_of_draws(same_target: list[PosteriorFacts]) -> dict[str, Any]:
     """The option of hmc that says the prior of what is drawn; none where there are no draws, or it takes two precisions or a mean."""
     drawn = next((judged for judged in same_target if judged.type == "samples"), None)
     if drawn is None or drawn.target is None or not drawn.target.is_isotropic or drawn.target.mean is not None:
@@ -505,7 +521,7 @@ def _prior_of_draws(same_target: list[Judged]) -> dict[str, Any]:
     return {"prior_precision": drawn.target.weight_precision}
 
 
-def _distance_of_base(base: Judged) -> tuple[bool, float]:
+def _distance_of_base(base: PosteriorFacts) -> tuple[bool, float]:
     """What bases are ordered by: Gaussians before others, as they whiten, the nearest to the target first."""
     return base.type != "gaussian", math.inf if base.log_weight_sd is None else base.log_weight_sd
 
@@ -519,7 +535,9 @@ def _longer(name: str, header: Header, *, usual: str = "hmc") -> dict[str, Any]:
     return {**twice, "name": None if name == usual else name, "force": True}
 
 
-def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judged], headers: dict[str, Header]) -> str:
+def _sampling_command(
+    run: Run, options: DiagnoseOptions, same_target: list[PosteriorFacts], headers: dict[str, Header]
+) -> str:
     """The command that gives draws of a target: for longer than those judged; or to judge those that lie there."""
     bases = [judged.name for judged in same_target if judged.type != "samples"]
     given: dict[str, Any] = {"base": bases[0]} if bases and "laplace" not in bases else {}
@@ -614,7 +632,7 @@ def require_room(run: Run, options: DiagnoseOptions, headers: Sequence[Header], 
         kept += 4 * _num_kept(memory) * memory.layout.num_params
     if not sizes:
         return None
-    comparing = max(comparing_bytes(count, num_params) for count, num_params in sizes) if len(sizes) > 1 else 0
+    comparing = max(comparison_bytes(count, num_params) for count, num_params in sizes) if len(sizes) > 1 else 0
     needed = libraries + first_use_bytes(run.device) + max(peak, kept + comparing)
     hint = "name fewer posteriors with \0posterior\0" if len(sizes) > 1 else "use a posterior over fewer \0layers\0"
     require(needed, run.device, what=f"diagnose of {len(sizes)} posteriors over a network", hint=hint)
@@ -628,7 +646,7 @@ def _work(run: Run, options: DiagnoseOptions, header: Header, memory: PosteriorM
     device, val = run.device, known["val"]
     work = [memory.sampling_bytes(_num_kept(memory))]
     if _has_weights(memory, header):
-        judging = judging_bytes(memory.layout.num_params, num_draws=options.draws or MOST_DRAWS)
+        judging = weighted_draw_bytes(memory.layout.num_params, num_draws=options.draws or MOST_DRAWS)
         work.append(judging + memory.pass_bytes(device, pairs_at_once(memory.layout, device)))
     found = [memory.reading_bytes, memory.held_bytes + max(work)]
     if isinstance(val, Split) and val.content.labels is not None:
@@ -648,5 +666,5 @@ def _has_weights(memory: PosteriorMemory, header: Header) -> bool:
 
 def _num_kept(memory: PosteriorMemory) -> int:
     """Draws that are compared."""
-    count = num_compared(memory.layout.num_params)
+    count = num_draws_to_compare(memory.layout.num_params)
     return min(count, memory.num_stored or count)

@@ -14,10 +14,10 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.samples import SampleFile
 from bnncli.errors import DataError
-from bnncli.evaluation.convergence import convergence, deciding
-from bnncli.evaluation.distances import ThinnedDraws, num_compared, thin_draws
-from bnncli.evaluation.recommendation import Scored, score
-from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts, lowest_bfmi
+from bnncli.evaluation.convergence import convergence, deciding_numbers
+from bnncli.evaluation.distances import ThinnedDraws, num_draws_to_compare, thin_draws
+from bnncli.evaluation.recommendation import ScoredPredictive, score_predictive
+from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, PosteriorFacts, lowest_bfmi, reasons_against
 from bnncli.inference.elbo import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance, network_draws
 from bnncli.integrators import load_integrator
 from bnncli.parameters.module import ModuleNetwork
@@ -50,10 +50,10 @@ class Diagnosis:
         predicted_by: the integrator that gave them, and of how many draws; None where it makes none.
     """
 
-    judged: Judged
+    judged: PosteriorFacts
     entry: dict[str, Any]
     draws: ThinnedDraws
-    scored: Scored | None
+    scored: ScoredPredictive | None
     predicted_by: tuple[str, int | None] | None = None
 
     @property
@@ -116,7 +116,7 @@ def diagnose(
     known["shortfall"] = left["value"] if left.get("is_large") else None
     judged = replace(_judged(name, entry, recorded_prior(header)), **known)
     if posterior.type in DENSITIES or posterior.type == "samples":
-        entry["doubts"] = doubts(judged)
+        entry["doubts"] = reasons_against(judged)
         entry["is_good"] = not entry["doubts"]
     by = None if val is None or scored is None else _predictive(posterior, header, val)
     return Diagnosis(judged, entry, draws, scored, by)
@@ -193,7 +193,7 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     assert content.header is not None
     metrics = content.header.meta.get("metrics", {})
     if all(name in metrics for name in ("max_rhat", "min_ess_bulk", "min_ess_tail")):
-        worst = deciding(metrics)
+        worst = deciding_numbers(metrics)
     else:
         worst = convergence(draws.numpy(), device=run.device, progress=run.console)
     values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
@@ -212,7 +212,9 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     return {"draws": draws.shape[0] * draws.shape[1], **found}
 
 
-def _scored(run: Run, key: str, posterior: Any, header: Header, val: Split | None, data: TrainData) -> Scored | None:
+def _scored(
+    run: Run, key: str, posterior: Any, header: Header, val: Split | None, data: TrainData
+) -> ScoredPredictive | None:
     """Scores on val: 200 draws, but all of samples, and plug-in for a point.
 
     A posterior over other layers predicts by its default: a Gaussian is that of the linearised network. One that was fitted to val
@@ -235,11 +237,11 @@ def _scored(run: Run, key: str, posterior: Any, header: Header, val: Split | Non
 
     features = val.features(run.device)
     if not isinstance(judged, OutOfFold):
-        return score(key, predicted(judged, features), val.content.labels)
+        return score_predictive(key, predicted(judged, features), val.content.labels)
     probs = np.empty((len(features), posterior.layout.num_classes), dtype=np.float32)
     for one, rows in judged.parts():
         probs[rows.numpy()] = predicted(one, features[rows.to(features.device)])
-    return score(key, probs, val.content.labels)
+    return score_predictive(key, probs, val.content.labels)
 
 
 def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
@@ -257,7 +259,7 @@ def _independent(header: Header) -> dict[str, Any]:
 
 def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> ThinnedDraws:
     """Draws for MMD^2, 600 or fewer where they are long, of a stream of their own, or spread over the chains."""
-    count = num_compared(posterior.layout.num_params)
+    count = num_draws_to_compare(posterior.layout.num_params)
     if posterior.type != "samples":
         # The test takes both sides for independent: posteriors must not share their noise.
         size = count if posterior.type == "stack" else getattr(posterior, "num_stored", count)
@@ -267,10 +269,10 @@ def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> Thinne
     return thin_draws(posterior.draws, independent, count=count)
 
 
-def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Judged:
+def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> PosteriorFacts:
     """The numbers of an entry that the verdict goes by."""
     value = {key: part["value"] for key, part in entry.items() if isinstance(part, dict)}
-    return Judged(
+    return PosteriorFacts(
         name=name,
         type=entry["type"],
         target=target,

@@ -15,9 +15,9 @@ from bnncli.artifacts.files import read_header, write_metrics
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import stored_arrays
 from bnncli.artifacts.provenance import Source
-from bnncli.data.prediction_files import divide
+from bnncli.data.prediction_files import split_prediction_place
 from bnncli.errors import CheckFailed, DataError, DeviceError, MissingInput, OutputExists, UsageError
-from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, deciding
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, deciding_numbers
 from bnncli.evaluation.detection import detection_rows
 from bnncli.evaluation.detectors import (
     DEFAULT_SCORE,
@@ -25,12 +25,12 @@ from bnncli.evaluation.detectors import (
     Detector,
     FittedDetector,
     TrainingFeatures,
-    declared,
+    all_detectors,
     default_score,
-    of_features,
+    feature_detectors,
 )
-from bnncli.evaluation.distances import WeightDraws, num_draws_for, reference_rows, undefined_rows
-from bnncli.evaluation.scores import detection_forms, distances, fidelities, further_names
+from bnncli.evaluation.distances import WeightDraws, num_distance_draws, reference_rows, undefined_rows
+from bnncli.evaluation.scores import detection_forms, distances, fidelities, unplaced_scores
 from bnncli.evaluation.statistics import Row
 from bnncli.lazy import torch
 from bnncli.names import FEATURES_NAME
@@ -249,7 +249,7 @@ def _evaluate(
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
     params["reference"] = reference.name
     params |= fidelity.to_params() if fidelity is not None else {}
-    if further := further_names():
+    if further := unplaced_scores():
         params["further_scores"] = further
     target = run.folder.metrics(group.name)
     checkpoint = group.headers[0].provenance.get("checkpoint")
@@ -337,9 +337,9 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Predi
     train = load_split(run, "train")
     splits = {name: load_split(run, name) for name in [*inside, *outside]}
     sources = list(dict.fromkeys([train.source, *(split.source for split in splits.values())]))
-    params: dict[str, Any] = {"score": of_features(), **options.detector_settings}
+    params: dict[str, Any] = {"score": feature_detectors(), **options.detector_settings}
     params |= {"bootstrap": options.bootstrap, "level": options.level, "seed": run.compute.seed}
-    params |= {"further_scores": further} if (further := further_names()) else {}
+    params |= {"further_scores": further} if (further := unplaced_scores()) else {}
     target = run.folder.metrics(_GROUP)
     request = Request(
         target,
@@ -402,16 +402,18 @@ def _scores(
         options.detector_settings,
         **several,
     )
-    fitted = {name: _fit(detector, given) for name, detector in declared().items() if detector.of_features is not None}
+    fitted = {
+        name: _fit(detector, given) for name, detector in all_detectors().items() if detector.of_features is not None
+    }
     for note in (note for one in fitted.values() if isinstance(one, FittedDetector) for note in one.notes):
         run.console.warn(note)
-    makers = {name: fitted[declared()[name].computed_by or name] for name in of_features()}
+    makers = {name: fitted[all_detectors()[name].computed_by or name] for name in feature_detectors()}
     found: dict[str, Scores] = {}
     task = run.console.task("feature scores", len(splits))
     for name, split in splits.items():
         rows = torch.from_numpy(split.content.features)
         values = {maker: one if isinstance(one, str) else one.scores(rows) for maker, one in fitted.items()}
-        own = {score: values[declared()[score].computed_by or score] for score in of_features()}
+        own = {score: values[all_detectors()[score].computed_by or score] for score in feature_detectors()}
         found[name] = {score: one if isinstance(one, str) else one[score].numpy() for score, one in own.items()}
         task.advance()
     return found, {score: {} if isinstance(one, str) else one.choices for score, one in makers.items()}
@@ -499,7 +501,7 @@ def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[Predictio
     }
     if place in there:
         return _of_posterior(run, place)
-    path, _ = divide(place)
+    path, _ = split_prediction_place(place)
     if not path.exists():
         raise MissingInput(
             f"--reference: {place!r} is neither a posterior of the run (have: {', '.join(sorted(there))}) nor a file",
@@ -560,7 +562,7 @@ def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[
         digest = f"sha256:{file_sha256(stream)}"
     there = list(dict.fromkeys(name for group in groups for name in group.splits(is_ood=False)))
     splits = options.split or (["test"] if "test" in there else there[:1])
-    column = divide(place)[1].get("")
+    column = split_prediction_place(place)[1].get("")
     name = path.name + ("" if column is None else f".{column}")
     source = Source("reference", path, digest, is_artifact=False)
     why = f"{name} is used as the reference for split {', '.join(splits)} (add \0split\0)"
@@ -604,7 +606,7 @@ class Reference:
         if self.path is None:
             return []
         metrics = self.header.meta.get("metrics", {})
-        r_hat, lowest = deciding(metrics).r_hat, metrics.get("lowest_chain_acceptance")
+        r_hat, lowest = deciding_numbers(metrics).r_hat, metrics.get("lowest_chain_acceptance")
         if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
             return []
         shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
@@ -709,7 +711,7 @@ def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
     """
     if header.kind == "samples":
         return WeightDraws(posterior.draws, num_independent=effective_size(header))
-    wanted = num_draws_for(posterior.layout.num_params)
+    wanted = num_distance_draws(posterior.layout.num_params)
     count = min(wanted, getattr(posterior, "num_stored", wanted))
     mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
     with torch.no_grad():

@@ -18,11 +18,11 @@ from bnncli.evaluation.latent_networks import (
     density_rows,
     density_thresholds,
     inclusion_histogram,
+    prediction_density_rows,
     selection_rows,
-    used_density,
 )
 from bnncli.evaluation.scores import accuracy_nll_brier, input_numbers
-from bnncli.evaluation.statistics import Row, ScoreGroup, examples_of, score_rows
+from bnncli.evaluation.statistics import Row, ScoreGroup, compute_example_statistics, score_rows
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch
@@ -78,7 +78,7 @@ def density_metrics(run: Run, path: Path, integrator: str) -> tuple[list[Row], l
     """Metric rows of the density, first that of the networks that the integrator predicts with; histograms of the inclusion
     probabilities of each layer, none for a sparse network."""
     posterior = open_posterior(path)[0]
-    used = used_density(_used(posterior, integrator))
+    used = prediction_density_rows(_used(posterior, integrator))
     if isinstance(posterior, Sparse):
         return used, []
     rows, histograms = _inclusions(run, posterior)
@@ -140,9 +140,9 @@ def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Ro
 def _scores(probs: NDArray, labels: NDArray, num_bins: int) -> list[ScoreGroup]:
     """Accuracy, NLL and calibration errors of probs (N, C), the usual form of each first."""
     if labels.ndim == 2:  # several an example
-        examples = examples_of(probs, labels, is_exclusive=False)
+        examples = compute_example_statistics(probs, labels, is_exclusive=False)
         return [*decision_scores(probs, examples), pooled_calibration(probs, labels, num_bins=num_bins)]
-    examples = examples_of(probs, labels)
+    examples = compute_example_statistics(probs, labels)
     return [*accuracy_nll_brier(examples), *calibration_scores(examples, num_bins=num_bins)]
 
 
@@ -165,7 +165,7 @@ def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, score:
     `reliability` and `risk_coverage` are None without labels, the latter of several labels an example too; `roc` has a curve by `score` for each out-of-distribution split.
     A split without examples has none of them, predictions without the score no `roc`.
     """
-    from bnncli.evaluation.curves import reliability_of, risk_coverage_curve, roc_curve
+    from bnncli.evaluation.curves import reliability_curve_of_predictions, risk_coverage_curve, roc_curve
 
     outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     latent = group.posterior_path if is_latent(group.posterior_path) else None
@@ -176,7 +176,7 @@ def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, score:
         run.console.poll(f"curves of {group.name}")
         split = PredictedSplit(header)
         examples = split.examples
-        reliability = reliability_of(split.file.probs, examples, num_bins=num_bins)
+        reliability = reliability_curve_of_predictions(split.file.probs, examples, num_bins=num_bins)
         curves: Row = {"reliability": reliability, "risk_coverage": None, "roc": {}}
         if examples.is_right is not None and len(examples) > 0:
             curves["risk_coverage"] = risk_coverage_curve(examples.confidence, examples.is_right)

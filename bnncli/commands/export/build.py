@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli import data
-from bnncli.artifacts.atomic import publish_bytes, published_together
+from bnncli.artifacts.atomic import publish_bytes, publish_together
 from bnncli.artifacts.exports import KIND, write_export
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.outputs import check_side_output
@@ -21,7 +21,7 @@ from bnncli.data.splits import Inputs
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
 from bnncli.evaluation.detectors import DEFAULT_SCORE
-from bnncli.evaluation.recommendation import score
+from bnncli.evaluation.recommendation import score_predictive
 from bnncli.export import MARK
 from bnncli.integrators import Prediction, Ready
 from bnncli.lazy import torch
@@ -81,7 +81,7 @@ def write(
     """Publish a graph, or tensors with their module, and return the content digest."""
     if isinstance(content, bytes):
         return write_export(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
-    with published_together(lambda targets: None):
+    with publish_together(lambda targets: None):
         digest = write_tensors(target, content, kind=KIND, meta=meta, provenance=provenance, may_replace=may_replace)
         publish_bytes(code_path(target), meta[CODE].encode(), may_replace=True)
     return digest
@@ -473,8 +473,8 @@ def _largest(differences: Tensor) -> float:
 
 def _losses(whole: Prediction, probs: Tensor, labels: Any) -> dict[str, float]:
     """NLL of predict and of the file, nats an example, and by how much the file's is larger."""
-    of_predict = score("predict", whole.probs.cpu().numpy(), labels).nll
-    of_export = score("export", probs.numpy(), labels).nll
+    of_predict = score_predictive("predict", whole.probs.cpu().numpy(), labels).nll
+    of_export = score_predictive("export", probs.numpy(), labels).nll
     return {"predict": of_predict, "export": of_export, "loss": of_export - of_predict}
 
 

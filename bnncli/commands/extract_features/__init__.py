@@ -23,8 +23,8 @@ from bnncli.options.shared import EITHER, NO_NETWORK, check_corruption
 from bnncli.registry import check_name, has_name, names
 from bnncli.session.network_fit import MISREAD, recorded_fit
 from bnncli.session.run import Result, Run, own_files
-from bnncli.system.input_files import reading
-from bnncli.system.workers import crew
+from bnncli.system.input_files import convert_read_errors
+from bnncli.system.workers import worker_pool
 
 if TYPE_CHECKING:
     from bnncli.commands.extract_features.network import NetworkExtraction
@@ -196,7 +196,7 @@ def _class_names(text: str) -> tuple[str, ...]:
     """The names of the classes in a file, one a line, or joined by commas. Raises UsageError for fewer than two, or one twice."""
     path = Path(text).expanduser()
     if "\n" not in text and path.is_file():
-        with reading(path):
+        with convert_read_errors(path):
             text = path.read_text(encoding="utf-8-sig", errors="replace")
         lines = text.splitlines()
     else:
@@ -247,7 +247,7 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
         result = from_arrays(run, options)
         _tell_fits(run, result, lambda name: "features or a head of another network")
         return result
-    others = crew()
+    others = worker_pool()
     if others is not None and not others.is_leader:
         return lend_to_first(run, options, saved, others)
     with own_model_told(run, options):

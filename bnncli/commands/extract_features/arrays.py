@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli import data
-from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, encoded_names, head_digest, read_features
+from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, encode_names, head_digest, read_features
 from bnncli.artifacts.posteriors import gradient_passes, write_posterior
 from bnncli.artifacts.provenance import Source
 from bnncli.commands.extract_features.splits import (
@@ -243,7 +243,7 @@ def _ready(
         head_bias=None if head is None else head.bias,
         check_logits=None if head is None else head.logits(features[:CHECK_ROWS]),
         is_ood=split.is_ood,
-        names=encoded_names(split.names),
+        names=encode_names(split.names),
         likelihood=likelihood,
     )
     heads[split.name] = without_rows(content)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli import data
-from bnncli.artifacts.features import FeatureFile, KnownData, encoded_names
+from bnncli.artifacts.features import DataFacts, FeatureFile, encode_names
 from bnncli.commands.extract_features.splits import (
     check_same_head,
     check_two_classes,
@@ -36,8 +36,8 @@ from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit
 from bnncli.errors import BnnError, DataError
 from bnncli.lazy import torch
-from bnncli.models import Published, SavedModel
-from bnncli.models.features import Extracted, collect, padding_warning
+from bnncli.models import PublishedModel, SavedModel
+from bnncli.models.features import ExtractedFeatures, collect, padding_warning
 from bnncli.models.head import Head, check_link
 from bnncli.names import listed, percent
 from bnncli.options.shared import NO_NETWORK
@@ -47,7 +47,7 @@ from bnncli.session.network_fit import NetworkFit, fit_of, unlike_inputs
 from bnncli.session.produce import Computed, Request, Work
 from bnncli.session.run import Result, Run, own_files
 from bnncli.session.splits import check_network_file, check_outputs, open_splits, shift_params, user_sources
-from bnncli.system.workers import Team, crew
+from bnncli.system.workers import Team, worker_pool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,7 +123,7 @@ class NetworkFeatures:
         """Names of the classes; without a head as many as the labels show."""
         if self.head is not None:
             names = class_names(self.splits, self.head.layout.num_classes, self.network.saved, self.options.class_names)
-            if isinstance(self.network.saved, Published) and self.network.saved.published_classes(len(names)) == (
+            if isinstance(self.network.saved, PublishedModel) and self.network.saved.published_classes(len(names)) == (
                 *names,
             ):
                 self.network.run.console.info(
@@ -198,7 +198,7 @@ class NetworkFeatures:
             labels=_labels(split, whole),
             sample_id=split.rows,
             check_logits=None if whole.logits is None else whole.logits.numpy(),
-            names=encoded_names(split.names),
+            names=encode_names(split.names),
             num_truncated=whole.num_truncated if split.items in ("texts", "audio") else None,
         )
         preprocess = {
@@ -274,7 +274,7 @@ class NetworkFeatures:
         assert fit is not None
         return fit
 
-    def _say(self, split: InputSplit, whole: Extracted) -> None:
+    def _say(self, split: InputSplit, whole: ExtractedFeatures) -> None:
         """What lower precision, padding, scaling and resampling changed; a warning where it is much."""
         console, loss = self.network.run.console, whole.loss
         if loss is not None:
@@ -304,7 +304,7 @@ def _largest_label(split: InputSplit) -> int:
     return max(int(batch.labels.max()) for batch in split.batches(512) if batch.labels is not None)
 
 
-def _labels(split: InputSplit, whole: Extracted) -> np.ndarray | None:
+def _labels(split: InputSplit, whole: ExtractedFeatures) -> np.ndarray | None:
     known = split.labels if split.labels is not None else _numpy(whole.labels)
     return None if known is None or split.is_ood else known if known.ndim == 2 else known.astype(np.int64)
 
@@ -329,7 +329,7 @@ class NetworkExtraction:
     _heads: dict[str, FeatureFile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._known = cache(lambda name: KnownData(self.run.folder.features(name)))
+        self._known = cache(lambda name: DataFacts(self.run.folder.features(name)))
         self._network = cache(self._open_network)
 
     @cached_property
@@ -389,7 +389,7 @@ class NetworkExtraction:
         """The network that the splits go through, its checkpoint read."""
         from bnncli.session.network import begin  # here, for torch
 
-        if (others := crew()) is not None and not self.run.write.dry_run:
+        if (others := worker_pool()) is not None and not self.run.write.dry_run:
             begin(others)
         return NetworkFeatures(self.run, self.options, self.splits, self.saved, self._likelihood, opened=self.opened)
 
@@ -455,7 +455,7 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         options,
         saved,
         seed=hold_out_seed(run),
-        memory=lambda name: KnownData(run.folder.features(name)),
+        memory=lambda name: DataFacts(run.folder.features(name)),
         ood=options.ood,
         shift=shift_asked(run, options),
         classes=options.class_names,

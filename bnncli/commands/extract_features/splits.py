@@ -19,9 +19,9 @@ from bnncli.artifacts.freshness import (
     SHARED_PARAMS,
     UNFINISHED,
     differing_names,
-    leave_note,
+    remove_note,
     request_digest,
-    take_note_away,
+    write_note,
 )
 from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, trained_header
@@ -30,7 +30,7 @@ from bnncli.commands.inspect import recognised_model
 from bnncli.data.shift import Shift
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
-from bnncli.models import Published, SavedModel, is_kind
+from bnncli.models import PublishedModel, SavedModel, is_kind
 from bnncli.numerics.random import stream_seed
 from bnncli.options.command import CommandLine
 from bnncli.options.declaration import spelled
@@ -139,7 +139,7 @@ def class_names(
             )  # fmt: skip
     if named:
         return next(iter(named.values()))
-    published = saved.published_classes(num_classes) if isinstance(saved, Published) else None
+    published = saved.published_classes(num_classes) if isinstance(saved, PublishedModel) else None
     return [str(index) for index in range(num_classes)] if published is None else list(published)
 
 
@@ -150,7 +150,7 @@ def data_notes(split: data.InputSplit) -> list[str]:
 
 
 def _label_notes(split: data.InputSplit) -> list[str]:
-    if (order := data.numbered_by_name(split)) is not None:
+    if (order := data.alphabetical_numbering(split)) is not None:
         return [f"{order}; set another order with \0classes\0 FILE or a,b,c"]
     columns = "+".join(data.columns_of_classes(split))
     told = (
@@ -230,7 +230,7 @@ def _check_model_is_for(told: str, labels: Mapping[str, np.ndarray | None]) -> N
                 hint="name one column per label (label=A+B), or add \0task\0 multiclass",
                 code="bad_labels",
             )
-        if told == "multiclass" and data.shows_several(array):
+        if told == "multiclass" and data.is_multi_label(array):
             raise DataError(
                 f"{where}: examples have several labels, but the model was trained for one class",
                 hint=f"add \0task\0 {MULTILABEL} to treat each output as its own label",
@@ -391,7 +391,7 @@ def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]])
         together = {target.stem: digests[target] for target in targets if target in digests}
         for target in targets if len(targets) > 1 else ():
             if target in digests and target.is_file():
-                leave_note(target, reason=UNFINISHED, request=digests[target], together=together)
+                write_note(target, reason=UNFINISHED, request=digests[target], together=together)
 
     try:
         results = produce_together(run, works, also=also, before=before)
@@ -401,7 +401,7 @@ def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]])
         raise
     if not run.write.dry_run:
         for request in requests:
-            take_note_away(request.target)
+            remove_note(request.target)
     return results
 
 
@@ -416,7 +416,7 @@ def _say_why(run: Run, requests: Sequence[Request], reason: str, *, noted: Colle
         if is_of_other_data(request):
             _note(run, request, reason)
         elif request.target in noted:
-            take_note_away(request.target)
+            remove_note(request.target)
 
 
 def is_of_other_data(request: Request) -> bool:
@@ -436,7 +436,7 @@ def is_of_other_data(request: Request) -> bool:
 def _note(run: Run, request: Request, reason: str) -> None:
     if not run.write.dry_run:
         digest = request_digest(request.params, request.sources)
-        _try(run, lambda: leave_note(request.target, reason=spelled(reason), request=digest))
+        _try(run, lambda: write_note(request.target, reason=spelled(reason), request=digest))
 
 
 def _try(run: Run, write: Callable[[], None]) -> None:

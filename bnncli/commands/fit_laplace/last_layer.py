@@ -16,8 +16,8 @@ from bnncli.errors import DataError
 from bnncli.inference import memory
 from bnncli.inference.laplace import LaplaceFit, RowLift, fit_gaussian, lift_fit
 from bnncli.inference.memory import NUM_DRAWS, NUM_FOLDS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
-from bnncli.inference.mode import mode_of
-from bnncli.inference.prior_criterion import LeftOut
+from bnncli.inference.mode import find_suitable_mode
+from bnncli.inference.prior_criterion import LeftOutExamples
 from bnncli.inference.prior_search import (
     BOUNDS,
     PLUG_IN,
@@ -26,7 +26,7 @@ from bnncli.inference.prior_search import (
     PriorSearch,
     SearchRows,
     first_near_the_best,
-    is_brief,
+    is_short_search,
     search,
     search_rows,
     search_size,
@@ -47,10 +47,10 @@ from bnncli.session.posteriors import Cost, Fitted, row_space, span_metrics
 from bnncli.session.run import Run
 from bnncli.session.states import fresh_posterior, to_predict
 from bnncli.session.val_report import measure_on_val, warn_if_worse
-from bnncli.system.devices import speed_of
+from bnncli.system.devices import estimate_speed
 from bnncli.system.memory import budget, bytes_text
 from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
-from bnncli.targets.target import counted_passes
+from bnncli.targets.target import counting_passes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,7 +223,7 @@ def rough_structure_to_search(run: Run, structure: str, layout: MatrixLayout, *,
     quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
     if structure not in quick:
         return structure
-    speed = speed_of(run.device)
+    speed = estimate_speed(run.device)
     counts = {"num_fits": SEARCH_FITS, "num_modes": SEARCH_MODES}
     seconds = {
         name: fit_seconds(name, layout, num_examples=num_examples, speed=speed, **counts)
@@ -300,7 +300,7 @@ def structure_text(
 
     def cost(name: str) -> str:
         needed = bytes_text(memory.fit_bytes(name, layout, **sizes))
-        speed = speed_of(run.device)
+        speed = estimate_speed(run.device)
         seconds = fit_seconds(name, layout, num_examples=num_examples, speed=speed)
         if is_search:
             counts = {"num_fits": SEARCH_FITS - 1, "num_modes": SEARCH_MODES - 1}
@@ -366,7 +366,7 @@ def examples_to_search(
         rows = replace(rows, train=None)
     counts = _counts(rows)
     if not counts:
-        is_large = center == "mode" and is_brief(
+        is_large = center == "mode" and is_short_search(
             sizes["train"], num_params=target.layout.num_params, device=target.device
         )
         if is_large:
@@ -443,7 +443,8 @@ def fit_with_folds(
     found: FoldSearch | PriorSearch | None = None
     if criterion == "val":
         is_large = not in_span and (
-            bool(parts) or is_brief(target.num_examples, num_params=target.layout.num_params, device=target.device)
+            bool(parts)
+            or is_short_search(target.num_examples, num_params=target.layout.num_params, device=target.device)
         )
         found = search_folds(
             [_fold(target, folds, place, prior, rows) for place, prior in enumerate(priors)],
@@ -473,7 +474,7 @@ def fit_with_folds(
         modes = []
         for place, prior in enumerate(priors):
             fold = _fold(target, folds, place, prior.with_weight_precision(precision), SearchRows(None, None)).target
-            modes.append(mode_of(fold, fit.gaussian.mean, progress=run.console).theta)
+            modes.append(find_suitable_mode(fold, fit.gaussian.mean, progress=run.console).theta)
     return FoldedFit(
         fit, found, torch.stack(modes), {f"prior_precision_{name}_examples": count for name, count in parts.items()}
     )
@@ -546,7 +547,7 @@ def fit_last_layer(
         target, start = rows.target(target), rows.reduce(start)
     found: PriorSearch | FoldSearch | None
     compared, theta = None, None
-    with counted_passes() as tally:
+    with counting_passes() as tally:
         if folds is None:
             fit, found, compared, counts = _fitted(
                 run,
@@ -657,7 +658,7 @@ def _fitted(
         return fit, None, None, {}
     center = options.own_center
     if criterion == "loo":
-        searched = Searched(target, LeftOut.of(target, run.stream("fit-laplace/loo")), {})
+        searched = Searched(target, LeftOutExamples.of(target, run.stream("fit-laplace/loo")), {})
     elif lift is None:
         searched = examples_to_search(run, target, held_out, val, center=center)
     else:
@@ -666,7 +667,7 @@ def _fitted(
     def search_by(
         by: str, structure: str, start: Tensor, generator: torch.Generator, bounds: tuple[float, float] = BOUNDS
     ) -> PriorSearch:
-        with counted_passes(searched.share):
+        with counting_passes(searched.share):
             found = search(
                 searched.target,
                 start=start,

@@ -32,7 +32,7 @@ from bnncli.session.produce import Request
 from bnncli.session.run import Run
 from bnncli.targets.curvature_choice import HESSIAN, kinds_of, structures_of
 from bnncli.targets.network import NetworkTarget
-from bnncli.targets.target import counted_passes
+from bnncli.targets.target import counting_passes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,12 +148,12 @@ def fit_network(
         target = whole.target(Prior(weight_precision, options.own_bias_precision), run.device)
         target = target.with_choice(options.curvature_choice)
         start = whole.start().to(run.device)
-        with counted_passes() as tally:
+        with counting_passes() as tally:
             fit, found, told = _gaussian(run, options, criterion, target, start=start, structure=structure, held=held)
         told |= _mode_told(run, fit, found)
         posterior: Gaussian[Any] | LinearDraws = fit.gaussian
         if options.draws is not None:
-            with counted_passes() as drawing:
+            with counting_passes() as drawing:
                 posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
             tally.passes += drawing.passes
             told |= drawn

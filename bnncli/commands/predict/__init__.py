@@ -12,7 +12,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
-from bnncli.integrators._partitions import NUM_GROUPS, num_kept_rows
+from bnncli.integrators._partitions import NUM_GROUPS, num_group_mean_rows
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.predict import PredictOptions
@@ -356,5 +356,5 @@ def _estimated_bytes(split: Split, choice: IntegratorChoice, *, keep_samples: bo
     num_draws = choice.samples or num_stored
     if choice.integrator.is_sampling and num_draws > 1:
         num_groups = min(NUM_GROUPS, num_draws)
-        size += 4 * num_groups * num_classes * num_kept_rows(num_examples, num_classes, num_groups)
+        size += 4 * num_groups * num_classes * num_group_mean_rows(num_examples, num_classes, num_groups)
     return size + 2 * num_draws * num_examples * num_classes * keep_samples

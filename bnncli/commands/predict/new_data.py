@@ -22,7 +22,7 @@ from bnncli import data
 from bnncli.artifacts.atomic import check_writable, publish_bytes, write_error
 from bnncli.artifacts.features import FeatureFile, read_features
 from bnncli.artifacts.headers import interpreting
-from bnncli.artifacts.outputs import NAME, TableBlock, as_it_was, csv_bytes, csv_header, is_table, write_table
+from bnncli.artifacts.outputs import NAME, TableBlock, csv_bytes, csv_header, is_table, unescape_formula, write_table
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile
 from bnncli.artifacts.run_folder import artifact_lock
@@ -47,10 +47,10 @@ from bnncli.errors import BnnError, DataError, MissingInput, OutputExists, ReadE
 from bnncli.evaluation.decisions import ShiftRule
 from bnncli.evaluation.detection import ExampleScores
 from bnncli.evaluation.detectors import example_scores
-from bnncli.evaluation.statistics import ExampleStatistics, examples_of
+from bnncli.evaluation.statistics import ExampleStatistics, compute_example_statistics
 from bnncli.lazy import torch
 from bnncli.likelihoods import has_exclusive_classes
-from bnncli.models.features import Extracted, InputSums, padding_warning
+from bnncli.models.features import ExtractedFeatures, InputSums, padding_warning
 from bnncli.names import in_table, quoted
 from bnncli.options.command import CommandLine
 from bnncli.options.predict import STDIN, PredictOptions
@@ -60,7 +60,7 @@ from bnncli.session.network import RecordedNetwork
 from bnncli.session.network_fit import difference, reference_of
 from bnncli.session.predictor import IntegratorChoice, Predictor
 from bnncli.session.run import Result, Run
-from bnncli.system.input_files import reading
+from bnncli.system.input_files import convert_read_errors
 from bnncli.system.workers import team
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class PredictedBlock:
     def examples(self) -> ExampleStatistics:
         """The numbers of each example."""
         probs, labels = self.file.probs, self.file.labels
-        return examples_of(probs, labels, num_classes=len(self.file.classes), is_exclusive=True)
+        return compute_example_statistics(probs, labels, num_classes=len(self.file.classes), is_exclusive=True)
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:
         """The scores of these names of each example, or why there are none."""
@@ -235,8 +235,8 @@ class NewData:
         if flag == "\0ood\0":
             return opened.as_ood()
         are_names = self.classes != [str(index) for index in range(len(self.classes))]
-        split = data.matched_to(opened, tuple(self.classes) if are_names else None)
-        if (order := data.numbered_by_name(split)) is not None:
+        split = data.match_classes(opened, tuple(self.classes) if are_names else None)
+        if (order := data.alphabetical_numbering(split)) is not None:
             self.run.console.info(order)
         return split
 
@@ -265,7 +265,7 @@ class NewData:
             task.advance(stop - start)
             start = stop
 
-    def _extracted(self, split: data.InputSplit) -> Iterator[Extracted]:
+    def _extracted(self, split: data.InputSplit) -> Iterator[ExtractedFeatures]:
         """Features, or nothing but labels where no posterior takes them, of BLOCK examples at a time."""
         if split.name in self.kept:
             yield from _stored(self.kept[split.name])
@@ -277,7 +277,7 @@ class NewData:
             batches = recorded.network.batches(
                 split, head, batch_size=BATCH_SIZE, dtype=recorded.dtype, num_workers=0, first_row=0, num_logits=0
             )
-            held: list[Extracted] = []
+            held: list[ExtractedFeatures] = []
             images = data.ImageCounts()
             for batch in batches:
                 self._compare(split, batch)
@@ -293,7 +293,7 @@ class NewData:
             if held:
                 yield _joined(held)
 
-    def _compare(self, split: data.InputSplit, batch: Extracted) -> None:
+    def _compare(self, split: data.InputSplit, batch: ExtractedFeatures) -> None:
         """Warn once where the inputs of a split, as far as they are known, are unlike those of the run."""
         if batch.inputs is None or split.name in self._warned:
             return
@@ -308,7 +308,7 @@ class NewData:
     def _reference(self) -> tuple[str, Mapping[str, Any]] | None:
         return reference_of(self.run)
 
-    def _combined(self, extracted: Extracted) -> NDArray | None:
+    def _combined(self, extracted: ExtractedFeatures) -> NDArray | None:
         """The combined score of some rows (n,); None where the run has none."""
         detector = self.makers[0].predictor.train.detector
         return None if detector is None else detector.scores(extracted.features).float().numpy()
@@ -318,7 +318,7 @@ class NewData:
         maker: Maker,
         split: data.InputSplit,
         rows: slice,
-        extracted: Extracted,
+        extracted: ExtractedFeatures,
         first_id: int,
         combined: NDArray | None,
     ) -> tuple[PredictionFile, Origin]:
@@ -358,18 +358,18 @@ def about_given_data() -> Iterator[None]:
         raise
 
 
-def _stored(content: FeatureFile) -> Iterator[Extracted]:
+def _stored(content: FeatureFile) -> Iterator[ExtractedFeatures]:
     """The same of features in a file."""
     for start in range(0, len(content.features), BLOCK):
         rows = slice(start, start + BLOCK)
         labels = None if content.labels is None else torch.from_numpy(np.array(content.labels[rows]))
-        yield Extracted(torch.from_numpy(np.array(content.features[rows])), None, labels)
+        yield ExtractedFeatures(torch.from_numpy(np.array(content.features[rows])), None, labels)
 
 
-def _joined(held: Sequence[Extracted]) -> Extracted:
+def _joined(held: Sequence[ExtractedFeatures]) -> ExtractedFeatures:
     labels = [one.labels for one in held if one.labels is not None]
     features = torch.cat([one.features for one in held])
-    return Extracted(features, None, torch.cat(labels) if labels else None)
+    return ExtractedFeatures(features, None, torch.cat(labels) if labels else None)
 
 
 def _named_on_stdin() -> list[str]:
@@ -518,7 +518,7 @@ class Arrivals:
         found: list[str] = []
         now: dict[str, tuple[int, int]] = {}
         num_waiting = 0
-        with reading(self.folder), os.scandir(self.folder) as entries:
+        with convert_read_errors(self.folder), os.scandir(self.folder) as entries:
             for entry in entries:
                 if (
                     in_table(entry.name) in done
@@ -659,11 +659,11 @@ def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, for
         raise OutputExists(f"{target} has rows of {posterior} ({variant})", hint=hint, path=target)
     counts: dict[str, int] = {}
     for row in rows:
-        name = row[NAME] if is_raw else as_it_was(row[NAME])
+        name = row[NAME] if is_raw else unescape_formula(row[NAME])
         counts[name] = counts.get(name, 0) + 1
     done = {name for name, count in counts.items() if count == len(origins)}
     if len(done) < len(counts):
-        kept = [row for row in rows if (row[NAME] if is_raw else as_it_was(row[NAME])) in done]
+        kept = [row for row in rows if (row[NAME] if is_raw else unescape_formula(row[NAME])) in done]
         text = io.StringIO(newline="")
         csv.DictWriter(text, list(rows[0]), lineterminator="\r\n").writerows(kept)
         _replace(target, header + text.getvalue().encode())

@@ -30,7 +30,7 @@ from bnncli.options.declaration import Checked, option
 from bnncli.options.shared import trust_code_option
 from bnncli.session.network_fit import check_network_fits
 from bnncli.session.run import Result, Run, each_checkpoint
-from bnncli.system.input_files import reading
+from bnncli.system.input_files import convert_read_errors
 
 FIGURE_FORMATS = ("png", "pdf", "svg")  # the first is what is taken where none is named
 
@@ -250,7 +250,7 @@ def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], pa
 
 def _published(role: str, path: Path, content: bytes, write: Callable[[Path, bytes], str]) -> Result:
     """One file, once it is there with this content."""
-    with reading(path):
+    with convert_read_errors(path):
         there = path.read_bytes() if path.is_file() else None
     output: dict[str, Any] = {"role": role, "path": str(path)}
     if there == content:

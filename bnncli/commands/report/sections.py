@@ -19,19 +19,19 @@ from bnncli.evaluation.curves import (
     HISTOGRAM_EDGES,
     MOST_POINTS,
     Curve,
-    apart,
     block_means,
-    density,
-    grid_of,
+    density_grid,
+    estimate_density,
     histogram,
+    quantile_indices,
     rank_band,
     rank_counts,
-    reliability_of,
+    reliability_curve_of_predictions,
     roc_curve,
-    spread_over,
+    standardised_distances,
 )
 from bnncli.evaluation.decisions import KINDS, OOD, RISK, SETS
-from bnncli.evaluation.scores import declared
+from bnncli.evaluation.scores import all_scores
 from bnncli.evaluation.statistics import Row
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, DENSITIES, GOOD_ESS, POINTS
 from bnncli.figures.chains import ChainTraces, Histogram, Mixing, RankHistograms, Trace
@@ -87,7 +87,7 @@ def scores(subject: Subject) -> list[Block]:
 def _own_scores(rows: list[Row]) -> list[Row]:
     """The rows without what holds predictions against those of a reference, which have a section of their own."""
     return [
-        {**row, "metrics": [m for m in row["metrics"] if declared()[m["name"]].of_reference is None]} for row in rows
+        {**row, "metrics": [m for m in row["metrics"] if all_scores()[m["name"]].of_reference is None]} for row in rows
     ]
 
 
@@ -176,7 +176,7 @@ def _reliability_curve(subject: Subject, group: PredictionGroup) -> Curve | None
     if binned.right is not None:
         return binned.reliability() if binned.num_examples else None
     split = PredictedSplit(group.splits(is_ood=False)[subject.split])
-    return None if split.file.labels is None else reliability_of(split.file.probs, split.examples)
+    return None if split.file.labels is None else reliability_curve_of_predictions(split.file.probs, split.examples)
 
 
 def score_value(subject: Subject, group: PredictionGroup, wanted: Quantity) -> float | None:
@@ -279,7 +279,7 @@ def decisions(subject: Subject) -> list[Block]:
         return [subject.rows]
     rows = []
     for row in subject.rows:
-        own = [m for m in row["metrics"] if declared()[m["name"]].is_of_rule and m["value"] is not None]
+        own = [m for m in row["metrics"] if all_scores()[m["name"]].is_of_rule and m["value"] is not None]
         rules = {one.name: one for one in open_decisions(subject.run, row["name"])}
         known = sorted(
             (m for m in own if m["rule"] in rules), key=lambda m: (KINDS.index(rules[m["rule"]].kind), m["rule"])
@@ -339,7 +339,10 @@ def fidelity(subject: Subject) -> list[Block]:
     if isinstance(subject.rows, Missing):
         return [subject.rows]
     found = [
-        (row, [m for m in row["metrics"] if declared()[m["name"]].of_reference is not None and m["value"] is not None])
+        (
+            row,
+            [m for m in row["metrics"] if all_scores()[m["name"]].of_reference is not None and m["value"] is not None],
+        )
         for row in subject.rows
     ]
     held = [(row, metrics) for row, metrics in found if metrics]
@@ -632,7 +635,7 @@ def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | 
     own = reference.judged.name
     wide = {one.judged.name for one in alike if one.judged.type not in POINTS}
     others = {name: values for name, values in draws.items() if name != own and name in wide}
-    chosen = spread_over(apart(draws[own], others), _SHARES)
+    chosen = quantile_indices(standardised_distances(draws[own], others), _SHARES)
     meta = judgement.headers[own].meta
     panels = [_marginal(parameter_name(meta, index), index, draws, own, wide) for index in chosen]
     shares = ", ".join(f"{100 * share:g}%" for share in _SHARES[1:])
@@ -648,10 +651,10 @@ def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | 
 def _marginal(title: str, index: int, draws: dict[str, NDArray[np.float32]], own: str, wide: set[str]) -> Marginal:
     """The densities of one parameter."""
     parts = {name: values[:, index].astype(np.float64) for name, values in draws.items()}
-    grid = grid_of([part for name, part in parts.items() if name in wide], _GRID)
+    grid = density_grid([part for name, part in parts.items() if name in wide], _GRID)
     densities, points = {}, {}
     for name in sorted(parts, key=lambda name: name != own):  # the reference lies below the others
-        estimate = density(parts[name], grid) if name in wide else None
+        estimate = estimate_density(parts[name], grid) if name in wide else None
         if estimate is None:
             points[name] = float(parts[name][0])
         else:

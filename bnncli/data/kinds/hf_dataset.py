@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bnncli.data.arrow_files import ArrowBlocks, BlockTable, names_of_features
+from bnncli.data.arrow_files import ArrowBlocks, BlockTable, feature_class_names
 from bnncli.data.pixels import Preprocess
-from bnncli.data.tables import TableDataset, divide, table_dataset
+from bnncli.data.tables import TableDataset, split_columns, table_dataset
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.names import listed, quoted
 from bnncli.options.declaration import Form
@@ -33,7 +33,7 @@ def exists(place: str) -> bool:
 
 def files(place: str) -> list[Path]:
     """Return all files that it is read from."""
-    home, found, _ = _found(*_divided(divide(place, _SPELLED)[0]))
+    home, found, _ = _found(*_divided(split_columns(place, _SPELLED)[0]))
     return [*found, *(file for file in (home / _INFO, home / _STATE) if file.is_file())]
 
 
@@ -46,7 +46,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
         UsageError: it has several splits and none is named, the roles of columns are ambiguous, or pyarrow is not
             installed.
     """
-    text, named = divide(place, _SPELLED)
+    text, named = split_columns(place, _SPELLED)
     folder, split = _divided(text)
     if not folder.is_dir():
         raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
@@ -59,7 +59,7 @@ class _SavedTable(BlockTable):
 
     def __init__(self, folder: Path, files: list[Path], info: Mapping[str, Any]) -> None:
         super().__init__(folder, files, ArrowBlocks, _SPELLED)
-        self.class_names = {**self.class_names, **names_of_features(info.get("features"))}
+        self.class_names = {**self.class_names, **feature_class_names(info.get("features"))}
 
 
 def _divided(text: str) -> tuple[Path, str | None]:

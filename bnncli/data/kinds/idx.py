@@ -15,7 +15,7 @@ from typing import IO, cast
 
 import numpy as np
 
-from bnncli.data.arrays import ArrayDataset, array_dataset, can_hold, check_memory
+from bnncli.data.arrays import ArrayDataset, array_dataset, can_inflate_to, check_memory
 from bnncli.data.pixels import Preprocess
 from bnncli.errors import DataError
 from bnncli.names import quoted
@@ -71,7 +71,7 @@ def _parse(stream: IO[bytes], size: int, *, is_zipped: bool) -> np.ndarray:
     dtype = np.dtype(_TYPES[code])
     expected = math.prod(shape) * dtype.itemsize
     most = size - 4 - 4 * num_axes
-    if expected > most and not (is_zipped and can_hold(size, expected)):
+    if expected > most and not (is_zipped and can_inflate_to(size, expected)):
         raise ValueError(
             f"shape {shape} needs {expected} bytes, but there are {most}{' compressed' if is_zipped else ''}"
         )

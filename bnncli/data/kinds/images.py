@@ -14,7 +14,15 @@ import numpy as np
 from PIL import Image
 
 from bnncli.data.labels import files_in
-from bnncli.data.pixels import SUFFIXES, Preprocess, check_same_size, decoded_image, mode_of, opened_image, sized
+from bnncli.data.pixels import (
+    SUFFIXES,
+    Preprocess,
+    check_same_size,
+    common_mode,
+    decode_image,
+    open_image,
+    resize_and_crop,
+)
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.declaration import Form
@@ -66,7 +74,7 @@ class ImageDataset:
             return [self._image(self.files[row]) for row in rows.tolist()], labels
         arrays: list[np.ndarray] = []
         for row in rows.tolist():
-            arrays.append(sized(self._image(self.files[row]), self.preprocess, self.files[row]))
+            arrays.append(resize_and_crop(self._image(self.files[row]), self.preprocess, self.files[row]))
             check_same_size(arrays[-1], arrays[0], self.files[row], self.files[int(rows[0])])
         return np.stack(arrays), labels
 
@@ -83,7 +91,7 @@ class ImageDataset:
     def _image(self, name: str) -> Image.Image:
         """Decode an image."""
         with _opened(self.folder, name) as image:
-            return decoded_image(image, self.mode, self.preprocess, name)
+            return decode_image(image, self.mode, self.preprocess, name)
 
 
 def exists(place: str) -> bool:
@@ -129,7 +137,7 @@ def _opened(folder: Path, name: str) -> Iterator[Image.Image]:
     """
     with (
         open_regular(folder / name) as stream,
-        opened_image(stream, f"{quoted(name)} in {folder}", folder / name) as image,
+        open_image(stream, f"{quoted(name)} in {folder}", folder / name) as image,
     ):
         yield image
 
@@ -140,4 +148,4 @@ def _mode(folder: Path, first_files: list[str]) -> str:
     for name in first_files:
         with _opened(folder, name) as image:
             modes.add(image.mode)
-    return mode_of(modes)
+    return common_mode(modes)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data.delimited import LineFile, decoded
+from bnncli.data.delimited import LineFile, decode_line
 from bnncli.data.pixels import Preprocess
-from bnncli.data.tables import FILE, LIST, OTHER, REAL, TEXT, WHOLE, TableDataset, divide, table_dataset
+from bnncli.data.tables import FILE, LIST, OTHER, REAL, TEXT, WHOLE, TableDataset, split_columns, table_dataset
 from bnncli.errors import DataError
 from bnncli.names import quoted
 from bnncli.options.declaration import Form
@@ -31,7 +31,7 @@ def exists(place: str) -> bool:
 
 def files(place: str) -> list[Path]:
     """Return all files that it is read from."""
-    return [Path(divide(place, "jsonl")[0]).expanduser()]
+    return [Path(split_columns(place, "jsonl")[0]).expanduser()]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
@@ -42,7 +42,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
         DataError: a line is not a JSON object, a column is missing, or labels break a rule.
         UsageError: the roles of columns are ambiguous.
     """
-    path, named = divide(place, "jsonl")
+    path, named = split_columns(place, "jsonl")
     return table_dataset(JsonLines(Path(path).expanduser()), named, preprocess, spelled="jsonl")
 
 
@@ -99,7 +99,7 @@ class JsonLines:
                 continue
             where = f"{self._where}: row {row} (line {number})"
             try:
-                record = json.loads(decoded(line, where))
+                record = json.loads(decode_line(line, where))
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is not JSON: {error}{_advice(row, line)}", path=self.path) from error
             if not isinstance(record, dict):

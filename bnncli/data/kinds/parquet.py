@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bnncli.data.arrow_files import BlockTable, ParquetBlocks, files_of
 from bnncli.data.pixels import Preprocess
-from bnncli.data.tables import TableDataset, divide, table_dataset
+from bnncli.data.tables import TableDataset, split_columns, table_dataset
 from bnncli.options.declaration import Form
 
 FORM = Form("parquet:FILE-or-DIR[:text=COL,label=COL]", 14, "Parquet tables.")
@@ -21,7 +21,7 @@ def exists(place: str) -> bool:
 
 def files(place: str) -> list[Path]:
     """Return all files that it is read from."""
-    return files_of(divide(place, "parquet")[0], _SUFFIXES, "parquet")[1]
+    return files_of(split_columns(place, "parquet")[0], _SUFFIXES, "parquet")[1]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
@@ -32,6 +32,6 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
         DataError: there are no files, one is damaged, a column is missing, or labels break a rule.
         UsageError: the roles of columns are ambiguous, or pyarrow is not installed.
     """
-    text, named = divide(place, "parquet")
+    text, named = split_columns(place, "parquet")
     path, found = files_of(text, _SUFFIXES, "parquet")
     return table_dataset(BlockTable(path, found, ParquetBlocks, "parquet"), named, preprocess, spelled="parquet")

@@ -19,7 +19,7 @@ from PIL import Image
 
 from bnncli.data.labels import check_largest, explain_matrix, is_matrix
 from bnncli.data.pixels import Preprocess
-from bnncli.data.sound import clip_of, is_clip
+from bnncli.data.sound import convert_clip, is_clip
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
 from bnncli.names import listed, quoted
@@ -62,7 +62,7 @@ class TorchDataset:
         inputs: list[Any] = []
         labels: list[int | np.ndarray | None] = []
         for row in rows.tolist():
-            with user_code.running(f"{self.spec} row {row}"):
+            with user_code.running_user_code(f"{self.spec} row {row}"):
                 item = self.dataset[row]
             value, label = _item(item, f"{self.spec} row {row}", self.items)
             if label is not None and _width(label) != self.num_labels:
@@ -100,20 +100,20 @@ def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
     """
     factory = user_code.load_factory(place, option="\0data\0 py")
     user_code.check_arguments(factory, {}, option="\0data\0 py")
-    with user_code.running(f"\0data\0 py: {place!r}"):
+    with user_code.running_user_code(f"\0data\0 py: {place!r}"):
         dataset = factory()
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, torch.utils.data.IterableDataset) or not has_items:
         raise UsageError(f"\0data\0 py: {place!r} returned {type(dataset).__name__}, expected a map-style Dataset")
-    with user_code.running(f"py:{place} len()"):
+    with user_code.running_user_code(f"py:{place} len()"):
         size = len(dataset)
     if size == 0:
         raise DataError(f"py:{place}: no examples", code="empty_split")
-    with user_code.running(f"py:{place} row 0"):
+    with user_code.running_user_code(f"py:{place} row 0"):
         first = dataset[0]
     items = _items(first, preprocess)
     _, label = _item(first, f"py:{place} row 0", items)
-    with user_code.running(f"py:{place} its attributes `classes` and `names`"):
+    with user_code.running_user_code(f"py:{place} its attributes `classes` and `names`"):
         classes, names = (_texts(getattr(dataset, attribute, None)) for attribute in ("classes", "names"))
     if any("\0" in text for text in (*(classes or ()), *(names or ()))):
         raise DataError(f"py:{place}: its attributes `classes` and `names` must not contain NUL characters")
@@ -183,7 +183,7 @@ def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | No
     if items == "audio":
         if not is_clip(value):
             raise DataError(f"{where}: expected audio, as in row 0, got {type(value).__name__}")
-        return clip_of(value, where), number
+        return convert_clip(value, where), number
     if isinstance(value, Mapping):
         if not value or not all(isinstance(name, str) for name in value):
             raise DataError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bnncli.data.delimited import DelimitedTable
 from bnncli.data.pixels import Preprocess
-from bnncli.data.tables import TableDataset, divide, table_dataset
+from bnncli.data.tables import TableDataset, split_columns, table_dataset
 from bnncli.options.declaration import Form
 
 FORM = Form("tsv:FILE[:text=COL,label=COL]", 12, "A tab-separated table with column names; may be gzipped.")
@@ -19,7 +19,7 @@ def exists(place: str) -> bool:
 
 def files(place: str) -> list[Path]:
     """Return all files that it is read from."""
-    return [Path(divide(place, "tsv")[0]).expanduser()]
+    return [Path(split_columns(place, "tsv")[0]).expanduser()]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
@@ -30,5 +30,5 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
         DataError: a row is damaged, a column is missing, or labels break a rule.
         UsageError: the roles of columns are ambiguous.
     """
-    path, named = divide(place, "tsv")
+    path, named = split_columns(place, "tsv")
     return table_dataset(DelimitedTable(Path(path).expanduser(), delimiter="\t"), named, preprocess, spelled="tsv")

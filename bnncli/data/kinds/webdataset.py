@@ -22,11 +22,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from bnncli.data.pixels import Preprocess, check_same_size, decoded_image, mode_of, opened_image, sized
+from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
 from bnncli.data.shards import (
-    Example,
     Part,
     ShardColumn,
+    ShardExample,
     examples_of,
     input_column,
     label_column,
@@ -34,8 +34,8 @@ from bnncli.data.shards import (
     read_part,
     shard_paths,
 )
-from bnncli.data.sound import decoded
-from bnncli.data.tables import labels_of, unlabelled_note
+from bnncli.data.sound import decode_sound
+from bnncli.data.tables import convert_labels, unlabelled_note
 from bnncli.errors import DataError, Untrusted
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256
@@ -107,7 +107,7 @@ class ShardDataset:
         for row, data, where in self._files(rows):
             item = self._decode(data, where)
             if self.items == "arrays" and self.kind == "image":
-                item = sized(item, self.preprocess, self.keys[row])
+                item = resize_and_crop(item, self.preprocess, self.keys[row])
                 check_same_size(item, found[0] if found else item, self.keys[row], self.keys[int(rows[0])])
             elif self.items == "arrays" and found and (item.shape, item.dtype) != (found[0].shape, found[0].dtype):
                 came = f"{item.dtype} of shape {item.shape}; others are {found[0].dtype} of shape {found[0].shape}"
@@ -129,9 +129,9 @@ class ShardDataset:
         rows = np.unique(self.labels, return_index=True)[1] if self.labels is not None else np.array([0])
         modes = set()
         for _, data, where in self._files(np.sort(rows)):
-            with opened_image(io.BytesIO(data), where) as image:
+            with open_image(io.BytesIO(data), where) as image:
                 modes.add(image.mode)
-        return mode_of(modes)
+        return common_mode(modes)
 
     def _files(self, rows: np.ndarray) -> Iterator[tuple[int, bytes, str]]:
         """Yield row, input bytes and name for messages; neighbours in a shard share the open file."""
@@ -152,9 +152,9 @@ class ShardDataset:
                 raise DataError(f"{where}: expected a string, got {type(text).__name__}")
             return text
         if self.kind == "audio":
-            return decoded(data, where)
-        with opened_image(io.BytesIO(data), where) as image:
-            return decoded_image(image, self.mode, self.preprocess, where)
+            return decode_sound(data, where)
+        with open_image(io.BytesIO(data), where) as image:
+            return decode_image(image, self.mode, self.preprocess, where)
 
 
 def exists(place: str) -> bool:
@@ -185,7 +185,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
     kind, column = input_column(first, parse_columns(named), takes)
     label = label_column(first, parse_columns(named), _fields(path, first))
     keys, places, values = _index(shards, kind, column, label)
-    labels, classes = labels_of(values, None, where=f"{where}: {label}") if label is not None else (None, None)
+    labels, classes = convert_labels(values, None, where=f"{where}: {label}") if label is not None else (None, None)
     mode = preprocess.transform.mode if preprocess.transform is not None else ""
     found = ShardDataset(
         tuple(shards), kind, column, label, tuple(keys), places, labels, classes, mode or "RGB", preprocess
@@ -201,7 +201,7 @@ def _divide(place: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match else (place, None)
 
 
-def _fields(path: Path, example: Example) -> Mapping[str, Any]:
+def _fields(path: Path, example: ShardExample) -> Mapping[str, Any]:
     """Return the fields of an example's JSON file; empty if it has no JSON object."""
     part = example.parts.get("json")
     if part is None:
@@ -232,7 +232,7 @@ def _index(
     return keys, np.array(places, np.int64).reshape(-1, 3), values
 
 
-def _part(column: ShardColumn, example: Example, path: Path, kind: str) -> Part:
+def _part(column: ShardColumn, example: ShardExample, path: Path, kind: str) -> Part:
     """Return the file of a column. Raises DataError if an example has none."""
     part = column.part(example)
     if part is None:
@@ -244,7 +244,7 @@ def _part(column: ShardColumn, example: Example, path: Path, kind: str) -> Part:
     return part
 
 
-def _label(column: ShardColumn, example: Example, path: Path, stream: IO[bytes]) -> Any:
+def _label(column: ShardColumn, example: ShardExample, path: Path, stream: IO[bytes]) -> Any:
     """Return the label of an example: an integer if its text is one."""
     part, where = _part(column, example, path, "label"), _where(path, example.key, "label")
     if part.size > _MOST_LABEL_BYTES:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bnncli.models.build import fill_network, load_network, notes_on_names, recognised, takes_argument
+from bnncli.models.build import describe_name_mapping, fill_network, load_network, recognise_networks, takes_argument
 
-__all__ = ["fill_network", "load_network", "notes_on_names", "recognised", "takes_argument"]
+__all__ = ["describe_name_mapping", "fill_network", "load_network", "recognise_networks", "takes_argument"]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.errors import DataError, Untrusted
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.checkpoint_files import check_checksums, check_members, sniff, sniff_zip
 from bnncli.models.checkpoints import check_sizes
-from bnncli.models.graphs import GraphFile, not_a_program
+from bnncli.models.graphs import GraphFile, wrong_program_error
 from bnncli.names import quoted
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import open_regular
@@ -57,8 +57,8 @@ class ExportCall:
     def __init__(self, node: Mapping[str, Any]) -> None:
         target = node["target"]
         self.operator, self.function = _function(target)
-        self.arguments = [(one["name"], *only(one["arg"])) for one in node["inputs"]]
-        self.outputs = [only(one) for one in node["outputs"]]
+        self.arguments = [(one["name"], *unpack_union(one["arg"])) for one in node["inputs"]]
+        self.outputs = [unpack_union(one) for one in node["outputs"]]
         self.name = str(node.get("name") or "")
         if self.operator in ("dropout", "batch_norm", "feature_dropout") and self._is_training():
             raise DataError(
@@ -115,7 +115,7 @@ def _function(target: str) -> tuple[str, Callable[..., Any]]:
     return match[1], function
 
 
-def only(union: Mapping[str, Any]) -> tuple[str, Any]:
+def unpack_union(union: Mapping[str, Any]) -> tuple[str, Any]:
     """Return kind and content of a union value."""
     ((kind, content),) = union.items()
     return kind, content
@@ -281,7 +281,7 @@ def read_graph(path: Path) -> ExportedGraph:
             kind = sniff(stream)
             kind = sniff_zip(stream) if kind == "zip" else kind
             if kind != "pt2":
-                raise not_a_program("pt2", kind)
+                raise wrong_program_error("pt2", kind)
             check_checksums(stream)
             return ExportedGraph(stream)
         except (DataError, Untrusted) as error:
@@ -397,7 +397,7 @@ class ExportedFile(GraphFile):
         return GraphNetwork(ExportedProgram(graph, head.features), inputs, graph.keys, head).eval()
 
 
-def open_model(place: str, asked: Asked) -> ExportedFile:
+def open_model(place: str, asked: ModelRequest) -> ExportedFile:
     """Open the program in a file. Raises MissingInput if there is no such file."""
     path = Path(place).expanduser()
     with open_regular(path):

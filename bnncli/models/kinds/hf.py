@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import MissingInput
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.huggingface import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -17,7 +17,7 @@ from bnncli.models.huggingface import (
     Texts,
     classes_of,
     files_like,
-    folder_of,
+    find_folder,
     input_patterns,
     inputs_of,
     kind_of,
@@ -54,14 +54,14 @@ class Classifier:
         return with_padding(classifier(self.folder, self.config, state), self.transform)
 
 
-def open_model(place: str, asked: Asked) -> Classifier:
+def open_model(place: str, asked: ModelRequest) -> Classifier:
     """Open the classifier in a folder, or of a name on the Hugging Face Hub if downloads are allowed.
 
     Raises:
         MissingInput: the folder, its config.json or a shard is missing.
         DataError: a file is damaged, the model is not a classifier, or its weights are quantised.
     """
-    folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
+    folder = find_folder(place, option="\0model\0", allow_download=asked.allow_download)
     if not (folder / CONFIG).is_file():
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
         hint = (

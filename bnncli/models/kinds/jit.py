@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.errors import DataError, Untrusted
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.checkpoint_files import check_checksums, sniff, sniff_zip
-from bnncli.models.graphs import GraphFile, GraphStep, aten_step, not_a_program
+from bnncli.models.graphs import GraphFile, GraphStep, aten_step, wrong_program_error
 from bnncli.names import listed, quoted
 from bnncli.options.declaration import Form
 from bnncli.system import signals
@@ -185,7 +185,7 @@ def read_program(path: Path) -> ScriptGraph:
             kind = sniff(stream)
             kind = sniff_zip(stream) if kind == "zip" else kind
             if kind != "torchscript":
-                raise not_a_program("torchscript", kind)
+                raise wrong_program_error("torchscript", kind)
             check_checksums(stream)
             archive = _checked_archive(stream)
             _check_loading_ends(archive)
@@ -353,7 +353,7 @@ class ScriptFile(GraphFile):
         return GraphNetwork(ScriptProgram(graph, head.features), inputs, graph.keys, head).eval()
 
 
-def open_model(place: str, asked: Asked) -> ScriptFile:
+def open_model(place: str, asked: ModelRequest) -> ScriptFile:
     """Open the program in a file. Raises MissingInput if there is no such file."""
     path = Path(place).expanduser()
     with open_regular(path):

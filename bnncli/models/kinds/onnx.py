@@ -18,7 +18,7 @@ from onnx import TensorProto, external_data_helper, numpy_helper
 from torch import Tensor, nn
 
 from bnncli.errors import DataError, DeviceError
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.graphs import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, GraphFile, GraphInput, GraphStep
 from bnncli.models.libraries import require
 from bnncli.models.onnx_files import onnx_files
@@ -414,6 +414,6 @@ class OnnxFile(GraphFile):
         return GraphNetwork(program, graph.inputs, keys, head, tail=graph.tail(head.tail), tail_at=at).eval()
 
 
-def open_model(place: str, asked: Asked) -> OnnxFile:
+def open_model(place: str, asked: ModelRequest) -> OnnxFile:
     """Open the graph in a file. Raises MissingInput, DataError or Untrusted as onnx_files does."""
     return OnnxFile(onnx_files(Path(place).expanduser()), asked.feature_node)

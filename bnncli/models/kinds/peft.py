@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.lazy import torch
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.huggingface import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -23,19 +23,19 @@ from bnncli.models.huggingface import (
     check_filled,
     check_plain,
     classes_of,
-    classified_by,
+    classifier_input_kind,
+    convert_library_errors,
     feature_extractor,
     files_like,
-    folder_of,
+    find_folder,
     input_patterns,
     inputs_of,
     load,
     load_config,
     pickled_state,
+    prepare_network,
     safetensors_shapes,
-    settled,
     task_of,
-    told,
     weight_files,
 )
 from bnncli.models.libraries import require
@@ -52,7 +52,9 @@ _PREFIX = "base_model.model."
 _WEIGHTS = "adapter_model.safetensors"
 
 
-def adapted(folder: Path, base: Path, kind: str, architecture: str | None, *, is_merged: bool = True) -> nn.Module:
+def build_adapted(
+    folder: Path, base: Path, kind: str, architecture: str | None, *, is_merged: bool = True
+) -> nn.Module:
     """Build the classifier of a base folder with an adapter merged or separate, in evaluation mode, float32, on the CPU.
 
     What the adapter stores in full (modules_to_save, such as the classifier) may be missing from the base. If the base
@@ -71,7 +73,7 @@ def adapted(folder: Path, base: Path, kind: str, architecture: str | None, *, is
         for name, shape in safetensors_shapes(folder / _WEIGHTS).items() if ".lora_" not in name
     }  # fmt: skip
     config = load_config(base)
-    with told(base), torch.device("meta"):
+    with convert_library_errors(base), torch.device("meta"):
         empty = auto.from_config(config)
     labels = _num_labels(empty, config, saved)
     if labels is not None:
@@ -82,9 +84,9 @@ def adapted(folder: Path, base: Path, kind: str, architecture: str | None, *, is
         what=f"the base model does not match {type(network).__name__}",
         folder=base,
         may_miss=lambda name: name in saved,
-        may_have=lambda name: classified_by(architecture) is None,
+        may_have=lambda name: classifier_input_kind(architecture) is None,
     )
-    return settled(_with_adapter(network, folder, is_merged=is_merged))
+    return prepare_network(_with_adapter(network, folder, is_merged=is_merged))
 
 
 def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -118,7 +120,7 @@ def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Mo
         DataError: names of the adapter's file are missing or unknown, or its kind cannot be merged.
     """
     peft = require("peft", extra="peft")
-    with told(folder), warnings.catch_warnings():
+    with convert_library_errors(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names, which are errors here
         config = peft.PeftConfig.from_pretrained(str(folder))
         model = peft.get_peft_model(network, config)
@@ -142,7 +144,7 @@ def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Mo
     if not is_merged:
         apart: nn.Module = model.base_model.model
         return apart
-    with told(folder):
+    with convert_library_errors(folder):
         merged: nn.Module = model.merge_and_unload(safe_merge=True)
     return merged
 
@@ -157,7 +159,7 @@ _PROMPTS = ("PROMPT", "PREFIX", "P_TUNING")  # adapters that are additional inpu
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedClassifier:
     """A classifier with an adapter, with the weights of both folders.
 
     Attributes:
@@ -185,17 +187,19 @@ class Adapted:
                 hint="give the adapter's folder as the checkpoint; if you only need a name for the run, any name "
                 "will do",
             )
-        return with_padding(adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform)
+        return with_padding(
+            build_adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform
+        )
 
     def build_apart(self) -> nn.Module:
         """Build the same network with separate adapter parameters."""
         from bnncli.models.huggingface import with_padding  # imports torch
 
-        apart = adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
+        apart = build_adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
         return with_padding(apart, self.transform)
 
 
-def open_model(place: str, asked: Asked) -> Adapted:
+def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier:
     """Open the classifier of an adapter's folder and its base folder.
 
     Raises:
@@ -203,7 +207,7 @@ def open_model(place: str, asked: Asked) -> Adapted:
         DataError: a file is damaged, it is not a classifier, or the adapter cannot be merged.
         UsageError: the base folder is unknown.
     """
-    folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
+    folder = find_folder(place, option="\0model\0", allow_download=asked.allow_download)
     if not (folder / ADAPTER_CONFIG).is_file():
         hint = f"this is a full model: use \0model\0 hf:{place}" if (folder / CONFIG).is_file() else None
         raise MissingInput(
@@ -219,7 +223,7 @@ def open_model(place: str, asked: Asked) -> Adapted:
         kind = "Audio"  # many audio models are named after sequences
     patterns = input_patterns(kind)
     inputs = folder if files_like(folder, patterns) else base
-    return Adapted(
+    return AdaptedClassifier(
         folder,
         base,
         kind,
@@ -250,7 +254,7 @@ def _weights(folder: Path, adapter: Mapping[str, Any]) -> Path:
     raise MissingInput(f"no {_ADAPTER} in {where}", path=folder / _ADAPTER)
 
 
-def _base_of(adapter: Mapping[str, Any], folder: Path, asked: Asked) -> Path:
+def _base_of(adapter: Mapping[str, Any], folder: Path, asked: ModelRequest) -> Path:
     """Return the base folder: as given, or as named by the adapter if it exists on this machine."""
     named = adapter.get("base_model_name_or_path")
     place = asked.base_model or (named if isinstance(named, str) and named else None)
@@ -259,7 +263,7 @@ def _base_of(adapter: Mapping[str, Any], folder: Path, asked: Asked) -> Path:
     if asked.base_model is None and not Path(place).is_dir() and not asked.allow_download:
         message = f"{quoted(folder, limit=300)} is an adapter for {quoted(place)}, which is not a local folder"
         raise UsageError(message, hint="give the folder of the base model: \0base_model\0 DIR")
-    base = folder_of(place, option="\0base_model\0", allow_download=asked.allow_download)
+    base = find_folder(place, option="\0base_model\0", allow_download=asked.allow_download)
     if not (base / CONFIG).is_file():
         raise MissingInput(f"\0base_model\0: no {CONFIG} in {quoted(base, limit=300)}", path=base / CONFIG)
     return base
@@ -269,7 +273,7 @@ def _kind(adapter: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -
     """Return Sequence, Image or Audio. Raises DataError for other adapters."""
     mapping, task = adapter.get("auto_mapping"), adapter.get("task_type")
     made_by = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    kind = "Sequence" if task == "SEQ_CLS" else classified_by(made_by or architecture_of(config))
+    kind = "Sequence" if task == "SEQ_CLS" else classifier_input_kind(made_by or architecture_of(config))
     if kind is None or task not in ("SEQ_CLS", "FEATURE_EXTRACTION", None):
         what = f"for {made_by or architecture_of(config)}" + (f" for {task}" if task else "")
         message = (

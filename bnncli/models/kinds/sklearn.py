@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bnncli.data.arrays import npz_names, read_npz
 from bnncli.errors import DataError, Untrusted, UsageError
 from bnncli.likelihoods import likelihood_of
-from bnncli.models import Asked
+from bnncli.models import ModelRequest
 from bnncli.models.sklearn_arrays import NAMES, arrays_of, read_skops
 from bnncli.names import listed, quoted
 from bnncli.options.command import pasted
@@ -91,7 +91,7 @@ class LinearClassifier:
         return linear_network(self.coefficients, self.intercepts, self.shift, self.scale)
 
 
-def open_model(place: str, asked: Asked) -> LinearClassifier:
+def open_model(place: str, asked: ModelRequest) -> LinearClassifier:
     """Open the classifier in a file.
 
     Raises:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.models import Asked
-from bnncli.models.libraries import building, require, require_torchvision, stacked, told_apart
+from bnncli.models import ModelRequest
+from bnncli.models.libraries import convert_build_errors, disambiguate_names, require, require_torchvision, stack_images
 from bnncli.names import listed, quoted
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from bnncli.data.transform import Transformed
+    from bnncli.data.transform import TransformedInputs
 
 FORM = Form("timm:NAME-or-DIR", 30, "A timm model filled with CKPT, or a folder with its own weights.")
 EXTRA: str | None = "timm"
@@ -63,9 +63,9 @@ class EvaluationTransform:
     mode: str = "RGB"
     takes: str = "images"
 
-    def __call__(self, items: Sequence[Any]) -> Transformed:
+    def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return inputs (n, C, H, W) float32 for PIL images."""
-        return stacked(_made(self), items)
+        return stack_images(_made(self), items)
 
     def to_json(self) -> dict[str, Any]:
         """Return the library, and the network or configuration that defines the transform."""
@@ -112,7 +112,7 @@ class TimmModel:
         config = self.config if self.config is not None else _config_of(self.network)
         given = convert_arguments(_timm().create_model, self.arguments, option="\0model_arg\0")
         arguments = {**self.saved, **_num_classes(config.get("classifier"), state), **given}
-        with building(f"timm:{self.place}"):
+        with convert_build_errors(f"timm:{self.place}"):
             network: nn.Module = _timm().create_model(
                 self.network, pretrained_cfg=self.config and dict(self.config), **arguments
             )
@@ -128,10 +128,14 @@ class TimmModel:
 
         subset = infer_imagenet_subset({"num_classes": num_classes})
         info = None if subset is None else ImageNetInfo(subset)
-        return None if info is None else told_apart([info.index_to_description(index) for index in range(num_classes)])
+        return (
+            None
+            if info is None
+            else disambiguate_names([info.index_to_description(index) for index in range(num_classes)])
+        )
 
 
-def open_model(place: str, asked: Asked) -> TimmModel:
+def open_model(place: str, asked: ModelRequest) -> TimmModel:
     """Open the network of a name or folder.
 
     Raises:

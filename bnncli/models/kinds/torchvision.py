@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import UsageError
-from bnncli.models import Asked
-from bnncli.models.libraries import building, require_torchvision, stacked, told_apart
+from bnncli.models import ModelRequest
+from bnncli.models.libraries import convert_build_errors, disambiguate_names, require_torchvision, stack_images
 from bnncli.names import listed
 from bnncli.options.declaration import Form
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from bnncli.data.transform import Transformed
+    from bnncli.data.transform import TransformedInputs
 
 FORM = Form("torchvision:NAME[:WEIGHTS]", 40, "A torchvision model filled with CKPT.")
 EXTRA: str | None = "torchvision"
@@ -47,9 +47,9 @@ class WeightsTransform:
     takes: str = "images"
     mode: str = "RGB"
 
-    def __call__(self, items: Sequence[Any]) -> Transformed:
+    def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return inputs (n, 3, H, W) float32 for PIL images."""
-        return stacked(_weights(self.name, self.weights).transforms(), items)
+        return stack_images(_weights(self.name, self.weights).transforms(), items)
 
     def to_json(self) -> dict[str, Any]:
         """Return library, network and member of its weights enum, which define the transform."""
@@ -85,7 +85,7 @@ class Builder:
             arguments = {**_of_weights(self.name, _weights(self.name, self.transform.weights)), **arguments}
         if self.name in _WITH_AUXILIARY_HEADS:
             arguments = {**_of_auxiliary_heads(self.name, arguments, state), **arguments}
-        with building(f"torchvision:{self.name}"):
+        with convert_build_errors(f"torchvision:{self.name}"):
             if "num_classes" not in arguments and (count := _num_classes(make, arguments, state)) is not None:
                 arguments["num_classes"] = count
             network: nn.Module = make(**arguments)
@@ -95,10 +95,10 @@ class Builder:
     def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
         """Return the classes of WEIGHTS."""
         names = () if self.transform is None else _weights(self.name, self.transform.weights).meta["categories"]
-        return told_apart(names) if len(names) == num_classes else None
+        return disambiguate_names(names) if len(names) == num_classes else None
 
 
-def open_model(place: str, asked: Asked) -> Builder:
+def open_model(place: str, asked: ModelRequest) -> Builder:
     """Open the network of a name. Raises UsageError for arguments that the network lacks."""
     name, colon, weights = place.partition(":")
     if not name or (colon and not weights):
