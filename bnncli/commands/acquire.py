@@ -1,4 +1,4 @@
-"""acquire: which examples of a pool to label next."""
+"""acquire: choose the examples of a pool to label next."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.artifacts.outputs import check_side_output
 from bnncli.errors import DataError, UsageError
+from bnncli.evaluation.acquisition import SCORES, batch_bald, highest_scores
 from bnncli.likelihoods import has_exclusive_classes
 from bnncli.names import listed, quoted
 from bnncli.options.command import READ, Command, ComputeOptions, InputOptions, WriteOptions
@@ -94,22 +95,9 @@ COMMAND = Command(
     place=40,
 )
 
-BATCH_BALD_DRAWS = 100
-_TITLES = ("rank", "sample_id", "name", "score", "predicted", "probability")
-_RANDOM = "random"
-Array = np.ndarray
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Rows of the pool (B,), the first to label first, and a score of each (B,); NaN where the rule has none."""
-
-    rows: Array
-    scores: Array
-
 
 def run(run: Run, options: AcquireOptions) -> Result:
-    """Choose, write the table, print ids."""
+    """Choose examples, write the table and print their ids."""
     pool = load_split(run, options.pool)
     if not has_exclusive_classes(pool.content.likelihood):
         raise UsageError("acquire needs one class per example; this run is multilabel")
@@ -128,8 +116,11 @@ def run(run: Run, options: AcquireOptions) -> Result:
     return _result(options, pool, predictor, choice, predicted, taken, target)
 
 
+Array = np.ndarray
+
+
 def _free_rows(pool: Split, options: AcquireOptions) -> Array:
-    """Rows of the pool that may be chosen, (F,). Raises DataError where they are too few, or --exclude names what is not there."""
+    """Return the rows of the pool that may be chosen, (F,). Raises DataError where they are too few, or --exclude names unknown ids."""
     ids = _ids(pool)
     free = np.ones(len(ids), dtype=bool)
     if options.exclude is not None:
@@ -153,16 +144,19 @@ def _free_rows(pool: Split, options: AcquireOptions) -> Array:
     return np.flatnonzero(free)
 
 
-def _ids(pool: Split) -> list[str]:
-    """What the examples are called: names where they have them, else sample ids."""
-    names = pool.content.names
-    if names is None:
-        return [str(one) for one in np.asarray(pool.content.sample_id).tolist()]
-    return [bytes(one).decode(errors="surrogateescape") for one in names]
+_TITLES = ("rank", "sample_id", "name", "score", "predicted", "probability")
+
+
+def _is_ours(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        return stream.read(100).startswith(",".join(_TITLES).encode())
+
+
+BATCH_BALD_DRAWS = 100
 
 
 def _maker(run: Run, options: AcquireOptions, num_classes: int) -> tuple[Predictor, IntegratorChoice]:
-    """The posterior and the integrator. Raises UsageError where the rule needs draws and there are none."""
+    """Return the posterior and the integrator. Raises UsageError where the rule needs draws and there are none."""
     name, integrator = options.posterior, options.integrator
     if name is None:
         found = recommended(run)
@@ -187,13 +181,22 @@ def _maker(run: Run, options: AcquireOptions, num_classes: int) -> tuple[Predict
     return Predictor(run, path, header, TrainData(run, options.trust_code)), choices[0]
 
 
+_RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Chosen rows of the pool (B,), in order, and their scores (B,); NaN where the rule has none."""
+
+    rows: Array
+    scores: Array
+
+
 def _taken(
     run: Run, options: AcquireOptions, predictor: Predictor, choice: IntegratorChoice, pool: Split, free: Array
 ) -> tuple[Predicted, Taken]:
-    """What is predicted of the pool, and the rows that are chosen."""
+    """Predict the pool and choose rows."""
     import torch
-
-    from bnncli.evaluation.acquisition import SCORES, batch_bald, highest_scores
 
     seen = predictor.train.seen_by(predictor.header, pool)
     seen.check_fits(predictor.posterior.layout)
@@ -261,6 +264,14 @@ def _result(
     return Result("", outputs, extra=document, summary=[summary], lines=[row["name"] for row in rows])
 
 
+def _ids(pool: Split) -> list[str]:
+    """Return the names of the examples, else their sample ids."""
+    names = pool.content.names
+    if names is None:
+        return [str(one) for one in np.asarray(pool.content.sample_id).tolist()]
+    return [bytes(one).decode(errors="surrogateescape") for one in names]
+
+
 def _csv(rows: Sequence[dict[str, Any]]) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, _TITLES, lineterminator="\r\n")
@@ -269,8 +280,3 @@ def _csv(rows: Sequence[dict[str, Any]]) -> bytes:
         score = "" if row["score"] is None else format(row["score"], ".9g")
         writer.writerow(row | {"score": score, "probability": format(row["probability"], ".9g")})
     return text.getvalue().encode(errors="surrogateescape")
-
-
-def _is_ours(path: Path) -> bool:
-    with open(path, "rb") as stream:
-        return stream.read(100).startswith(",".join(_TITLES).encode())

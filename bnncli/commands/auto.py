@@ -1,8 +1,7 @@
 """auto: from features to a recommended posterior in one command.
 
-The rungs are temperature, ensemble, stack, laplace and refine. Each is a command as a user would type it; val decides which one
-and which integrator to recommend.
-"""
+The steps are temperature, ensemble, stack, laplace and refine. Each runs a command as a user would type it; the val split decides which posterior
+and integrator to recommend."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.commands.fit_temperature import FitTemperatureOptions
 from bnncli.commands.hmc import HmcOptions
 from bnncli.commands.refine import RefineOptions
-from bnncli.commands.stack import FEWEST_ROWS, StackOptions
+from bnncli.commands.stack import FEWEST_ROWS, StackOptions, estimated_seconds
 from bnncli.errors import (
     BnnError,
     CheckFailed,
@@ -113,7 +112,7 @@ class AutoOptions(Checked):
 
     @property
     def budget_seconds(self) -> float | None:
-        """Seconds; None without a limit."""
+        """Return the budget in seconds; None without a limit."""
         if self.budget is None:
             return None
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", self.budget)
@@ -125,10 +124,10 @@ class AutoOptions(Checked):
 _NUMBER = re.compile(r"(\d+)")
 _TIME = re.compile(
     r"(epoch|step|iter|iteration)s?[^a-z]*$", re.IGNORECASE
-)  # before a number that counts a training's progress
-_SAME_SIZE = 0.01  # of the size: names of keys and dates differ
+)  # words before a number that counts training progress
+_SAME_SIZE = 0.01  # relative difference in size, since names of keys and dates differ
 _MOST_SIBLINGS = 9
-_FOR_FITS = 0.95  # of the budget: the rest is for what ends, is judged and written after it
+_FOR_FITS = 0.95  # of the budget; the rest is for finishing, judging and writing
 
 COMMAND = Command(
     "Try methods from cheap to costly and recommend one.",
@@ -143,8 +142,11 @@ COMMAND = Command(
 )
 
 
+ENSEMBLE = "fit-ensemble"
+
+
 def run(run: Run, options: AutoOptions) -> Result:
-    """Climb, judge, recommend; what is fitted stays as the posteriors of the run."""
+    """Fit, judge and recommend. The fitted posteriors stay in the run."""
     if run.write.dry_run:
         raise UsageError(
             "auto has no --dry-run, because each step depends on earlier results; use --dry-run with "
@@ -234,117 +236,21 @@ def run(run: Run, options: AutoOptions) -> Result:
     return result
 
 
-def _averaging(name: str, gaussian: Header | None) -> list[str]:
-    """What averaging over the Gaussian gains on val: the part that is Bayesian."""
-    gain = None if gaussian is None else gaussian.meta["metrics"].get("val_gain")
-    if gain is None:
-        return []
-    averaging = gain["averaging"]
-    error = averaging["standard_error"]
-    shown = f"{-averaging['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
-    return [f"averaging over {name} changes the val NLL by {shown} nats"]
-
-
-def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
-    """What an ensemble costs to predict with, and what there is without it."""
-    members = read_header(run.folder.posterior(ensemble)).meta["metrics"]["num_members"]
-    other = min((row for row in rows if row["posterior"] != ensemble), key=lambda row: float(row["nll"]))
-    line = run.suggest("predict", posterior=other["posterior"], integrator=other["integrator"])
-    return (
-        f"{ensemble} takes {members} network passes per input and cannot be exported; the best choice that uses "
-        f"one network has NLL {other['nll']:.4f} on val: {line}"
-    )
-
-
-def siblings_of(path: Path) -> list[Path]:
-    """Return the files beside a checkpoint whose names differ from its own in one number alone, and whose sizes are as good as its own.
-
-    The number is none of an epoch or a step: such files are of one training.
-    """
-    parts = _NUMBER.split(path.name)
-    if len(parts) < 3 or not path.is_file():
-        return []
-    size, found = path.stat().st_size, []
-    for other in sorted(path.parent.iterdir()):
-        theirs = _NUMBER.split(other.name)
-        differing = [place for place, pair in enumerate(zip(parts, theirs, strict=False)) if pair[0] != pair[1]]
-        is_alike = len(theirs) == len(parts) and len(differing) == 1 and differing[0] % 2 == 1
-        if not is_alike or _TIME.search("".join(parts[: differing[0]])):
-            continue
-        if other.is_file() and abs(other.stat().st_size - size) <= _SAME_SIZE * size:
-            found.append(other)
-    return found[:_MOST_SIBLINGS]
-
-
-def outside_splits(run: Run) -> list[Split]:
-    """The run's out-of-distribution splits; those that cannot be used are left out with a warning."""
-    found = []
-    for name in run.folder.splits():
-        try:
-            if read_header(run.folder.features(name)).meta.get("is_ood"):
-                found.append(load_split(run, name))
-        except DataError as error:
-            run.console.warn(f"skipping split {name}: {error.message}{error.advice}")
-    return found
-
-
-def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
-    """A row for each quality of the posterior that the recommendation speaks of; nothing without one."""
-    found = recorded_qualities(metrics["qualities"])
-    if not found:
-        return []
-    columns = ["val", *metrics["about"], "difference", "95% interval", "finding"]
-    notes = ["paired by example; each interval holds on its own"]
-    return [Table(columns, [one.cells for one in found], notes=notes)]
-
-
-def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline: str | None) -> Table:
-    """A row for each rung by its best integrator; gains are beside the baseline, in words."""
-    cells = []
-    for rung in rungs:
-        own = [row for row in rows if row["posterior"] == rung.posterior]
-        best = min(own, key=lambda row: float(row["nll"]), default=None)
-        mark = "*" if any(row["is_recommended"] for row in own) else ""
-        shown = next((row for row in own if row["is_recommended"]), best)
-        if shown is None:
-            cells.append([rung.name, "-", "-", "-", "-", "-"])
-            continue
-        gain = shown["gain"]
-        told = "-" if gain is None else f"{gain['value']:+.4f}"
-        if gain is not None and gain["standard_error"] is not None:
-            told += f" +- {gain['standard_error']:.4f}"
-        good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
-        ece = f"{shown['ece']:.4f}"
-        cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
-    note = f"* recommended; {len(labels)} examples of val"
-    if baseline is not None and any(cell[4] != "-" for cell in cells):
-        note += f"; gain: NLL of {baseline} minus NLL of the row"
-    if any(cell[5] != "-" for cell in cells):
-        note += "; good: matches the exact posterior closely (see diagnose)"
-    if any(rung.name == "fit-temperature" and rung.source is not None for rung in rungs):
-        note += "; the temperature's scores are leave-one-out"
-    if any(rung.criterion == "val" or (rung.name == ENSEMBLE and rung.source is not None) for rung in rungs):
-        note += "; fits were tuned on val too, so their scores are slightly optimistic"
-    columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
-    return Table(columns, cells, notes=[note])
-
-
-ENSEMBLE = "fit-ensemble"
-_SURE = 2  # times an estimate that is right to a factor of three
+_SURE = 2  # times an estimate that is right within a factor of three
 
 
 @dataclass(frozen=True)
 class Rung:
-    """What a step of the ladder left.
+    """Result of one step of the ladder.
 
     Args:
-        name: of the step.
-        posterior: its name in the run; of a step that ended without one, the name it would have had.
-        source: the posterior's file; None where there is none.
-        is_good: for its target; None where that was not asked.
-        seconds: that the step took, the judgement with it.
-        note: why there is no posterior, or no more of it is known.
-        criterion: that chose the prior precision: val or marglik; None where none did.
+        name: name of the step.
+        posterior: name of its posterior in the run, or the name it would have had.
+        source: the posterior's file; None without one.
+        is_good: True where diagnose finds the posterior good for its target; None where that was not checked.
+        seconds: time of the step, including the judgement.
+        note: why there is no posterior, or no more is known about it.
+        criterion: criterion that chose the prior precision, val or marglik; None without one.
     """
 
     name: str
@@ -356,7 +262,7 @@ class Rung:
     criterion: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As --json has it."""
+        """Return the entry of --json."""
         return {
             "name": self.name,
             "posterior": self.posterior,
@@ -369,10 +275,10 @@ class Rung:
 
 @dataclass
 class Suffix:
-    """What the names of posteriors end with where others have their plain names: those of one prior belong together.
+    """Suffix for posteriors whose plain names are taken. Posteriors with the same prior share it.
 
     Attributes:
-        is_needed: whether the base has it, and so what is made from it.
+        is_needed: True where the base has the suffix, and therefore everything fitted from it.
     """
 
     text: str
@@ -380,11 +286,23 @@ class Suffix:
 
     @classmethod
     def of(cls, options: AutoOptions) -> Suffix:
-        """-auto, -val, -marglik, or -prior3 of a number."""
+        """Return -auto, -val, -marglik or, for a number, such as -prior3."""
         given = options.prior_precision
         if given in ("auto", "val", "marglik"):
             return cls(f"-{given}")
         return cls(f"-prior{float(given):g}".replace(".", "p").replace("+", ""))
+
+
+class Siblings(NamedTuple):
+    """Checkpoints beside the run's own.
+
+    Attributes:
+        usable: those that can be members of an ensemble.
+        left_out: the others, with reasons.
+    """
+
+    usable: list[Path]
+    left_out: list[str]
 
 
 @dataclass
@@ -392,9 +310,9 @@ class Ladder:
     """The steps of one climb.
 
     Args:
-        judged: of posteriors, by their content's digest, whether they were found good before.
-        score: called with each rung that has a posterior, to say what it is worth while there is time.
-        deadline: of time.monotonic(), at which fits end; None for no limit.
+        judged: content digest of a posterior to an earlier judgement of it.
+        score: called with each rung that has a posterior, to score it while there is time.
+        deadline: value of time.monotonic() at which fits end; None for no limit.
     """
 
     run: Run
@@ -407,13 +325,13 @@ class Ladder:
     def climb(
         self, train: Split, val: Split, *, has_network: bool, siblings: Sequence[Path], can_stack: bool
     ) -> list[Rung]:
-        """The rungs that were climbed, the network as trained first where there is one; then what gains most in a second.
+        """Climb the ladder and return its rungs: the network as trained, if any, then the steps with the largest gain per second first.
 
-        A stack gains more than a Gaussian, and comes first where there is time for both.
+        A stack gains more than a Gaussian, so it comes first where there is time for both.
 
         Args:
-            siblings: checkpoints that may be networks like the run's own.
-            can_stack: whether val has rows enough for folds.
+            siblings: checkpoints that may be members of an ensemble.
+            can_stack: True where val has enough rows for folds.
         """
         run, options, plain = self.run, self.options, Suffix("-auto")
         if has_network:
@@ -445,9 +363,9 @@ class Ladder:
         return self.rungs
 
     def _behind(self, refined: Rung) -> str | None:
-        """Say what predicts val better than the refined posterior by more than counts; None where nothing does.
+        """Return what predicts val noticeably better than the refined posterior; None where nothing does.
 
-        Draws of the same target predict much as the refined posterior does, and take minutes.
+        Draws from the same target would predict much like the refined posterior, and take minutes.
         """
         found: dict[str, float] = {}
         for rung in self.rungs:
@@ -464,7 +382,6 @@ class Ladder:
     def _has_time_to_stack(self, train: Split, val: Split) -> bool:
         if self.deadline is None or self.run.folder.posterior("stack").is_file():
             return True
-        from bnncli.commands.stack import estimated_seconds
 
         return _SURE * estimated_seconds(self.run, train, val) < self.deadline - time.monotonic()
 
@@ -475,7 +392,7 @@ class Ladder:
         return rung
 
     def _ensemble(self, val: Split, siblings: Sequence[Path]) -> None:
-        """The network and those of its siblings that are like it, at one temperature."""
+        """Combine the network and its usable siblings, at one temperature."""
 
         run, trust, start = self.run, self.options.trust_code, time.monotonic()
         names = ", ".join(path.name for path in siblings)
@@ -512,9 +429,9 @@ class Ladder:
         is_limited: bool = True,
         members: Sequence[Path] = (),
     ) -> Rung:
-        """One command, and the judgement of what it left, where one is asked for: as it was, or else made now.
+        """Run one command and, if asked, judge its posterior or reuse the earlier judgement.
 
-        A posterior of that name by other options stays, and another is made beside it.
+        A posterior of that name with other options stays, and another is made beside it.
         """
         run, start = self.run, time.monotonic()
         source, is_good, note, criterion = None, None, "", None
@@ -536,93 +453,16 @@ class Ladder:
         return self._add(Rung(command, name, source, is_good, time.monotonic() - start, note, criterion))
 
 
-def _as_command(
-    run: Run,
-    command: str,
-    options: Checked,
-    *,
-    name: str | None = None,
-    force: bool = False,
-    members: Sequence[Path] = (),
-) -> Run:
-    """The run as another command sees it."""
-    naming = NameOptions(name=name)
-    line = CommandLine.of(command, str(run.arguments["ckpt"]), options, run.compute, naming, run.run_options)
-    return replace(
-        run,
-        command=command,
-        line=replace(line, parts=(*line.parts, *((None, str(path)) for path in members))),
-        arguments={**run.arguments, **({"member": list(members)} if members else {})},
-        naming=naming,
-        write=replace(run.write, force=force),
-        started=time.monotonic(),
-    )
-
-
-def _made(
-    run: Run, command: str, options: Checked, name: str, suffix: Suffix, members: Sequence[Path]
-) -> tuple[Path, str]:
-    """The posterior's file and its name.
-
-    What somebody fitted by other options stays, and another is made beside it under a name of its own; that of other members is replaced.
-    """
-    stage = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}")
-    own = name + suffix.text
-    tries = [(None, False)] * (not suffix.is_needed) + [(own, run.write.force)] + [(own, True)] * bool(members)
-    for place, (tried, force) in enumerate(tries, start=1):
-        step = _as_command(run, command, options, name=tried, force=force, members=members)
-        try:
-            run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
-            result: Result = _continued(stage, step, options, tried or name)
-        except OutputExists as error:
-            if place == len(tries):
-                error.hint = "add \0force\0 to replace it"
-                raise
-            if tried is None:
-                run.console.info(f"  {name} was fitted with other options and is kept; this one is called {own}")
-            continue
-        suffix.is_needed = tried == own
-        for text in [] if result.action == "up_to_date" else result.summary:
-            run.console.info("  " + text)
-        return Path(result.outputs[0]["path"]), tried or name
-    raise AssertionError("unreachable")
-
-
-def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
-    """The result of a command; it goes on from where the budget, or a signal, ended it before."""
-    if hasattr(options, "resume"):
-        suffix = ".nc" if step.command == "hmc" else ".safetensors"
-        if state_path(step.folder.posterior(name, suffix=suffix)).exists():
-            try:
-                resumed: Result = stage.run(step, replace(options, resume=True))  # type: ignore[type-var]
-            except DataError as error:
-                if error.code != "resume_mismatch":
-                    raise
-                step.console.info(f"  {error.message}; starting from scratch")
-            else:
-                return resumed
-    result: Result = stage.run(step, options)
-    return result
-
-
-def _is_good(run: Run, name: str) -> bool:
-    """Whether a posterior is good for its target, as diagnose judges it alone."""
-    options = DiagnoseOptions(posterior=[name])
-    found = importlib.import_module("bnncli.commands.diagnose").run(_as_command(run, "diagnose", options), options)
-    return bool(found.extra["verdict"]["is_good"])
-
-
 _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose uncertainty says most
-_SHOWN = ("sentence", "pays", "qualities", "about", "detection", "outside")
 
 
 class Scores:
-    """What the rungs are worth on val, each looked at once: the network as trained and at its best temperature, held out, and every
-    posterior by every integrator that it supports.
+    """Scores on val, computed once: of the network as trained and at its best temperature, cross-validated, and of every
+    posterior by every integrator it supports.
 
     Attributes:
-        points: of the network, by network and temperature.
-        candidates: of the posteriors, in the order of the ladder.
+        points: scores of the network, under `network` and `temperature`.
+        candidates: scores of the posteriors, in the order of the ladder.
     """
 
     def __init__(self, run: Run, val: Split, *, trust_code: bool) -> None:
@@ -656,7 +496,7 @@ class Scores:
                 self.candidates.append(Predictive(rung.posterior, name, scored, has_network=is_stack))
 
     def judged_on(self, path: Path) -> tuple[Any, Split]:
-        """A posterior on the device, or what stands for it on rows that it was fitted to; and val as it sees it."""
+        """Return a posterior on the device, or its folds for rows it was fitted to, and val as the posterior sees it."""
         if path in self._networks:
             return self._networks[path]
         header = read_header(path)
@@ -667,16 +507,221 @@ class Scores:
         return found
 
     def detect(self, outside: list[Split]) -> list[DetectionResult]:
-        """What the combined score of the features detects of each out-of-distribution split; nothing where val is too small for it."""
+        """Score detection of each out-of-distribution split by the combined feature score; empty where val is too small."""
         if self._detected is None:
             self._detected = _detected(self.run, self.train, self.val, outside)
         return self._detected
 
 
+def outside_splits(run: Run) -> list[Split]:
+    """Return the run's out-of-distribution splits. Skip unusable ones with a warning."""
+    found = []
+    for name in run.folder.splits():
+        try:
+            if read_header(run.folder.features(name)).meta.get("is_ood"):
+                found.append(load_split(run, name))
+        except DataError as error:
+            run.console.warn(f"skipping split {name}: {error.message}{error.advice}")
+    return found
+
+
+def siblings_of(path: Path) -> list[Path]:
+    """Return the files beside a checkpoint whose names differ in one number only, and whose sizes are nearly equal.
+
+    Numbers of epochs or steps do not count, since such files come from one training.
+    """
+    parts = _NUMBER.split(path.name)
+    if len(parts) < 3 or not path.is_file():
+        return []
+    size, found = path.stat().st_size, []
+    for other in sorted(path.parent.iterdir()):
+        theirs = _NUMBER.split(other.name)
+        differing = [place for place, pair in enumerate(zip(parts, theirs, strict=False)) if pair[0] != pair[1]]
+        is_alike = len(theirs) == len(parts) and len(differing) == 1 and differing[0] % 2 == 1
+        if not is_alike or _TIME.search("".join(parts[: differing[0]])):
+            continue
+        if other.is_file() and abs(other.stat().st_size - size) <= _SAME_SIZE * size:
+            found.append(other)
+    return found[:_MOST_SIBLINGS]
+
+
+def _detected(run: Run, train: TrainData, val: Split, outside: list[Split]) -> list[DetectionResult]:
+    found = []
+    own = train.combined_scores(val)
+    if own is None:
+        return []
+    threshold, bootstrap = fit_outliers(own, FALSE_ALARM), Bootstrap(level=LEVEL, seed=run.compute.seed)
+    for split in outside:
+        far, name = train.combined_scores(split), split.content.name
+        if far is None or not len(far):
+            continue
+        forms = {"auroc": detection_forms()["auroc"]}
+        inside, other = ({DEFAULT_SCORE: scores} for scores in (own, far))
+        (row,) = detection_rows(inside, other, forms, split="val", ood=name, bootstrap=bootstrap)
+        ends = row["interval"] or {"low": None, "high": None}
+        caught = float(threshold.is_outlier(far).mean())
+        found.append(DetectionResult(name, DEFAULT_SCORE, row["value"], ends["low"], ends["high"], caught))
+    return found
+
+
+_MOST_ALIKE = 0.9  # cosine of two last layers: LeNet-5 trained apart -0.06 to 0.02, after 4, 6 and 12 epochs of one seed 0.98 to 0.996
+_FAR_OFF = 0.1  # difference in accuracy on val
+_ROWS = 1000  # of val, to estimate that accuracy
+
+
+@no_grad
+def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool) -> Siblings:
+    """Return the siblings that have the run's architecture, were trained independently, and predict val about as well.
+
+    Raises:
+        BnnError: the run's own network, or its inputs, cannot be opened.
+    """
+    reader = NetworkReader(run, trust_code)
+    usable, left_out = [], []
+    with reader.recorded.visible():
+        seen, first = reader.split(val, STATE), reader.recorded.network
+        assert val.content.header is not None
+        head_name = f"{reader.network(reader.input_split(val, val.content.header))[1].name}.weight"
+        some = slice(None, None, -(-len(seen.inputs) // _ROWS))  # val may be in the order of its classes
+        layout, inputs, labels = seen.layout, seen.inputs[some], val.labels(torch.device("cpu"))[some].numpy()
+
+        def looked_at(theta: Tensor) -> tuple[Tensor, float]:
+            """Return the last layer's weights, or all weights where it has no own name, and the accuracy on val."""
+            stacked = theta.to(run.device).unsqueeze(0)
+            logits = torch.cat([layout.logits(block.to(run.device), stacked)[0] for block in inputs.split(500)])
+            probs = layout.likelihood.class_probabilities(logits.double(), dim=1).cpu().numpy()
+            head = layout.split(theta).get(head_name, theta).flatten().double()
+            return head / head.norm(), score_predictive("", probs, labels).accuracy or 0.0
+
+        own, accuracy = looked_at(read_theta(first.module, layout, run.checkpoint_path, run.checkpoint_path))
+        heads = {run.checkpoint_path: own}
+        for path in paths:
+            run.console.poll(f"checking {path}")
+            try:
+                theta = read_theta(open_member(run, first, path).module, layout, path, run.checkpoint_path)
+            except Interrupted:
+                raise
+            except BnnError as error:
+                left_out.append(f"{path.name} ({error.message})")
+                continue
+            head, theirs = looked_at(theta)
+            near = next((other for other, one in heads.items() if float(one @ head) > _MOST_ALIKE), None)
+            if near is not None:
+                left_out.append(
+                    f"{path.name} (its last layer is nearly that of {near.name}; probably the same training run)"
+                )
+            elif theirs < accuracy - _FAR_OFF:
+                left_out.append(f"{path.name} (accuracy on val {percent(theirs)}, here {percent(accuracy)})")
+            else:
+                usable.append(path)
+                heads[path] = head
+    return Siblings(usable, left_out)
+
+
+def _made(
+    run: Run, command: str, options: Checked, name: str, suffix: Suffix, members: Sequence[Path]
+) -> tuple[Path, str]:
+    """Run a step's command, and return the posterior's file and name.
+
+    A posterior that was fitted with other options stays, and the new one gets another name. An ensemble of other members is replaced.
+    """
+    stage = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}")
+    own = name + suffix.text
+    tries = [(None, False)] * (not suffix.is_needed) + [(own, run.write.force)] + [(own, True)] * bool(members)
+    for place, (tried, force) in enumerate(tries, start=1):
+        step = _as_command(run, command, options, name=tried, force=force, members=members)
+        try:
+            run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
+            result: Result = _continued(stage, step, options, tried or name)
+        except OutputExists as error:
+            if place == len(tries):
+                error.hint = "add \0force\0 to replace it"
+                raise
+            if tried is None:
+                run.console.info(f"  {name} was fitted with other options and is kept; this one is called {own}")
+            continue
+        suffix.is_needed = tried == own
+        for text in [] if result.action == "up_to_date" else result.summary:
+            run.console.info("  " + text)
+        return Path(result.outputs[0]["path"]), tried or name
+    raise AssertionError("unreachable")
+
+
+def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
+    """Run a command, resuming where the budget or a signal ended it before."""
+    if hasattr(options, "resume"):
+        suffix = ".nc" if step.command == "hmc" else ".safetensors"
+        if state_path(step.folder.posterior(name, suffix=suffix)).exists():
+            try:
+                resumed: Result = stage.run(step, replace(options, resume=True))  # type: ignore[type-var]
+            except DataError as error:
+                if error.code != "resume_mismatch":
+                    raise
+                step.console.info(f"  {error.message}; starting from scratch")
+            else:
+                return resumed
+    result: Result = stage.run(step, options)
+    return result
+
+
+def _is_good(run: Run, name: str) -> bool:
+    """True where diagnose, judging the posterior alone, finds it good for its target."""
+    options = DiagnoseOptions(posterior=[name])
+    found = importlib.import_module("bnncli.commands.diagnose").run(_as_command(run, "diagnose", options), options)
+    return bool(found.extra["verdict"]["is_good"])
+
+
+def _as_command(
+    run: Run,
+    command: str,
+    options: Checked,
+    *,
+    name: str | None = None,
+    force: bool = False,
+    members: Sequence[Path] = (),
+) -> Run:
+    """Return the run as seen by another command."""
+    naming = NameOptions(name=name)
+    line = CommandLine.of(command, str(run.arguments["ckpt"]), options, run.compute, naming, run.run_options)
+    return replace(
+        run,
+        command=command,
+        line=replace(line, parts=(*line.parts, *((None, str(path)) for path in members))),
+        arguments={**run.arguments, **({"member": list(members)} if members else {})},
+        naming=naming,
+        write=replace(run.write, force=force),
+        started=time.monotonic(),
+    )
+
+
+_SHOWN = ("sentence", "pays", "qualities", "about", "detection", "outside")
+
+
+class _Paired:
+    """Predictions of single candidates on val, paired with the baseline's."""
+
+    def __init__(self, scores: Scores, rungs: list[Rung], baseline: str, losses: NDArray | None) -> None:
+        self.scores, self.losses = scores, losses
+        self.files = {rung.posterior: rung.source.path for rung in rungs if rung.source is not None}
+        step = {"temperature": "fit-temperature"}.get(baseline, baseline)
+        self.base = next((rung.posterior for rung in rungs if rung.name == step), None)
+
+    def qualities(self, one: Predictive) -> list[Quality]:
+        """Return the qualities of a candidate."""
+        assert self.base is not None
+        own, base = self._predicted(one.posterior, one.integrator), self._predicted(self.base, "plug-in")
+        return qualities(own, replace(base, losses=self.losses), seed=self.scores.run.compute.seed)
+
+    def _predicted(self, posterior: str, integrator: str) -> SplitProbabilities:
+        judged, val = self.scores.judged_on(self.files[posterior])
+        probs = predicted_on(self.scores.run, judged, val, integrator)
+        return SplitProbabilities(val.content.name, probs, val.content.labels)
+
+
 def compute(
     request: Request, rungs: list[Rung], scores: Scores, outside: list[Split], *, keep_accuracy: bool
 ) -> Computed:
-    """The rows of all candidates with the recommended one marked, its qualities, what is detected out of distribution, and the sentences."""
+    """Return the rows of all candidates, the recommended one with its qualities and detection, and the recommendation's text."""
     task = scores.run.console.task("val", len(rungs))
     for rung in rungs:
         scores.add(rung)
@@ -725,53 +770,6 @@ def compute(
     return Computed(publish, {"rows": rows, **{key: told[key] for key in _SHOWN}})
 
 
-def when_fresh(header: Header) -> Computed:
-    """The same of a recommendation that is there already."""
-    *rows, told = header.meta["rows"]
-    metrics = {"rows": rows, **{key: told[key] for key in _SHOWN}}
-    return Computed(lambda provenance, may_replace: header.content_digest, metrics)
-
-
-class _Paired:
-    """Predictions of single candidates beside the baseline's, on val."""
-
-    def __init__(self, scores: Scores, rungs: list[Rung], baseline: str, losses: NDArray | None) -> None:
-        self.scores, self.losses = scores, losses
-        self.files = {rung.posterior: rung.source.path for rung in rungs if rung.source is not None}
-        step = {"temperature": "fit-temperature"}.get(baseline, baseline)
-        self.base = next((rung.posterior for rung in rungs if rung.name == step), None)
-
-    def qualities(self, one: Predictive) -> list[Quality]:
-        """Those of a candidate."""
-        assert self.base is not None
-        own, base = self._predicted(one.posterior, one.integrator), self._predicted(self.base, "plug-in")
-        return qualities(own, replace(base, losses=self.losses), seed=self.scores.run.compute.seed)
-
-    def _predicted(self, posterior: str, integrator: str) -> SplitProbabilities:
-        judged, val = self.scores.judged_on(self.files[posterior])
-        probs = predicted_on(self.scores.run, judged, val, integrator)
-        return SplitProbabilities(val.content.name, probs, val.content.labels)
-
-
-def _detected(run: Run, train: TrainData, val: Split, outside: list[Split]) -> list[DetectionResult]:
-    found = []
-    own = train.combined_scores(val)
-    if own is None:
-        return []
-    threshold, bootstrap = fit_outliers(own, FALSE_ALARM), Bootstrap(level=LEVEL, seed=run.compute.seed)
-    for split in outside:
-        far, name = train.combined_scores(split), split.content.name
-        if far is None or not len(far):
-            continue
-        forms = {"auroc": detection_forms()["auroc"]}
-        inside, other = ({DEFAULT_SCORE: scores} for scores in (own, far))
-        (row,) = detection_rows(inside, other, forms, split="val", ood=name, bootstrap=bootstrap)
-        ends = row["interval"] or {"low": None, "high": None}
-        caught = float(threshold.is_outlier(far).mean())
-        found.append(DetectionResult(name, DEFAULT_SCORE, row["value"], ends["low"], ends["high"], caught))
-    return found
-
-
 def _row(
     posterior: str,
     integrator: str,
@@ -797,67 +795,71 @@ def _row(
     }
 
 
-_MOST_ALIKE = 0.9  # cosine of two last layers: LeNet-5 trained apart -0.06 to 0.02, after 4, 6 and 12 epochs of one seed 0.98 to 0.996
-_FAR_OFF = 0.1  # of accuracy on val
-_ROWS = 1000  # of val, that say so
+def when_fresh(header: Header) -> Computed:
+    """Return the same from an up-to-date recommendation."""
+    *rows, told = header.meta["rows"]
+    metrics = {"rows": rows, **{key: told[key] for key in _SHOWN}}
+    return Computed(lambda provenance, may_replace: header.content_digest, metrics)
 
 
-class Siblings(NamedTuple):
-    """What was looked at.
+def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline: str | None) -> Table:
+    """Return a table with one row per step, by its best integrator, with its gain over the baseline."""
+    cells = []
+    for rung in rungs:
+        own = [row for row in rows if row["posterior"] == rung.posterior]
+        best = min(own, key=lambda row: float(row["nll"]), default=None)
+        mark = "*" if any(row["is_recommended"] for row in own) else ""
+        shown = next((row for row in own if row["is_recommended"]), best)
+        if shown is None:
+            cells.append([rung.name, "-", "-", "-", "-", "-"])
+            continue
+        gain = shown["gain"]
+        told = "-" if gain is None else f"{gain['value']:+.4f}"
+        if gain is not None and gain["standard_error"] is not None:
+            told += f" +- {gain['standard_error']:.4f}"
+        good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
+        ece = f"{shown['ece']:.4f}"
+        cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
+    note = f"* recommended; {len(labels)} examples of val"
+    if baseline is not None and any(cell[4] != "-" for cell in cells):
+        note += f"; gain: NLL of {baseline} minus NLL of the row"
+    if any(cell[5] != "-" for cell in cells):
+        note += "; good: matches the exact posterior closely (see diagnose)"
+    if any(rung.name == "fit-temperature" and rung.source is not None for rung in rungs):
+        note += "; the temperature's scores are leave-one-out"
+    if any(rung.criterion == "val" or (rung.name == ENSEMBLE and rung.source is not None) for rung in rungs):
+        note += "; fits were tuned on val too, so their scores are slightly optimistic"
+    columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
+    return Table(columns, cells, notes=[note])
 
-    Attributes:
-        usable: can be members of an ensemble.
-        left_out: each with the reason.
-    """
 
-    usable: list[Path]
-    left_out: list[str]
+def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
+    """Return a table with one row per quality of the recommended posterior; None without one."""
+    found = recorded_qualities(metrics["qualities"])
+    if not found:
+        return []
+    columns = ["val", *metrics["about"], "difference", "95% interval", "finding"]
+    notes = ["paired by example; each interval holds on its own"]
+    return [Table(columns, [one.cells for one in found], notes=notes)]
 
 
-@no_grad
-def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool) -> Siblings:
-    """Return the siblings that are networks like the run's own, were trained apart from it and from each other, and predict val about as well.
+def _averaging(name: str, gaussian: Header | None) -> list[str]:
+    """Describe how averaging over the Gaussian changes the NLL on val."""
+    gain = None if gaussian is None else gaussian.meta["metrics"].get("val_gain")
+    if gain is None:
+        return []
+    averaging = gain["averaging"]
+    error = averaging["standard_error"]
+    shown = f"{-averaging['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
+    return [f"averaging over {name} changes the val NLL by {shown} nats"]
 
-    Raises:
-        BnnError: the run's own network, or its inputs, cannot be opened.
-    """
-    reader = NetworkReader(run, trust_code)
-    usable, left_out = [], []
-    with reader.recorded.visible():
-        seen, first = reader.split(val, STATE), reader.recorded.network
-        assert val.content.header is not None
-        head_name = f"{reader.network(reader.input_split(val, val.content.header))[1].name}.weight"
-        some = slice(None, None, -(-len(seen.inputs) // _ROWS))  # val may be in the order of its classes
-        layout, inputs, labels = seen.layout, seen.inputs[some], val.labels(torch.device("cpu"))[some].numpy()
 
-        def looked_at(theta: Tensor) -> tuple[Tensor, float]:
-            """The last layer's weights, or all where it has none of its own name, and the accuracy on val."""
-            stacked = theta.to(run.device).unsqueeze(0)
-            logits = torch.cat([layout.logits(block.to(run.device), stacked)[0] for block in inputs.split(500)])
-            probs = layout.likelihood.class_probabilities(logits.double(), dim=1).cpu().numpy()
-            head = layout.split(theta).get(head_name, theta).flatten().double()
-            return head / head.norm(), score_predictive("", probs, labels).accuracy or 0.0
-
-        own, accuracy = looked_at(read_theta(first.module, layout, run.checkpoint_path, run.checkpoint_path))
-        heads = {run.checkpoint_path: own}
-        for path in paths:
-            run.console.poll(f"checking {path}")
-            try:
-                theta = read_theta(open_member(run, first, path).module, layout, path, run.checkpoint_path)
-            except Interrupted:
-                raise
-            except BnnError as error:
-                left_out.append(f"{path.name} ({error.message})")
-                continue
-            head, theirs = looked_at(theta)
-            near = next((other for other, one in heads.items() if float(one @ head) > _MOST_ALIKE), None)
-            if near is not None:
-                left_out.append(
-                    f"{path.name} (its last layer is nearly that of {near.name}; probably the same training run)"
-                )
-            elif theirs < accuracy - _FAR_OFF:
-                left_out.append(f"{path.name} (accuracy on val {percent(theirs)}, here {percent(accuracy)})")
-            else:
-                usable.append(path)
-                heads[path] = head
-    return Siblings(usable, left_out)
+def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
+    """Describe what predicting with an ensemble costs, and the best choice without it."""
+    members = read_header(run.folder.posterior(ensemble)).meta["metrics"]["num_members"]
+    other = min((row for row in rows if row["posterior"] != ensemble), key=lambda row: float(row["nll"]))
+    line = run.suggest("predict", posterior=other["posterior"], integrator=other["integrator"])
+    return (
+        f"{ensemble} takes {members} network passes per input and cannot be exported; the best choice that uses "
+        f"one network has NLL {other['nll']:.4f} on val: {line}"
+    )

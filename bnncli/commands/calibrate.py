@@ -1,4 +1,4 @@
-"""calibrate: fit decision rules with guarantees to predictions of a split that chose nothing else, one file per rule."""
+"""calibrate: fit decision rules with guarantees on a split that was used for nothing else, one file per rule."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import PredictedSplit
 from bnncli.session.splits import fresh_split, require_unused
 
-DEFAULT_CONFIDENCE = 0.95  # of a bound on the risk, which without one is none
-TUNING_SHARE = 0.2  # of the calibration examples, that choose how raps is regularised
+DEFAULT_CONFIDENCE = 0.95  # that the risk is below its bound
+TUNING_SHARE = 0.2  # of the calibration examples, to tune the regularisation of raps
 
 
 def _scores() -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class CalibrateOptions(Checked):
                 raise UsageError(f"\0{name}\0: expected a number between 0 and 1; got {getattr(self, name):g}")
 
     def check_together(self) -> None:
-        """Raise UsageError where nothing is asked for, or for an option that only means something beside another one."""
+        """Raise UsageError where no rule is requested, or an option lacks the one it belongs to."""
         if not self.kinds:
             raise UsageError(
                 "nothing to calibrate: expected \0sets\0, \0risk\0, \0false_alarm\0 or \0shift_level\0",
@@ -193,17 +193,17 @@ class CalibrateOptions(Checked):
 
     @property
     def kinds(self) -> list[str]:
-        """The rules that are asked for, of KINDS."""
+        """Return the requested rules, of KINDS."""
         asked = {SETS: self.sets, RISK: self.risk, OOD: self.false_alarm, SHIFT: self.shift_level}
         return [kind for kind in KINDS if asked[kind] is not None]
 
     @property
     def is_tuned(self) -> bool:
-        """Whether a part of the split chooses how raps is regularised."""
+        """True where part of the split tunes the regularisation of raps."""
         return self.sets == RAPS and self.raps_penalty is None
 
     def settings(self, kind: str, seed: int) -> dict[str, object]:
-        """What one of the rules is made with: what its file records, and what tells another request from it."""
+        """Return the settings of a rule, which its file records and which identify a request."""
         if kind == SETS:
             is_seeded = self.is_tuned or not (self.sets == LAC or self.nonrandomized)
             regularised = {"penalty": self.raps_penalty, "free_ranks": self.raps_rank} if self.sets == RAPS else {}
@@ -242,7 +242,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: CalibrateOptions) -> Result:
-    """Fit and publish every rule that was asked for, for every group of predictions; the result's metrics are by rule."""
+    """Fit and publish each rule for each group of predictions. The result's metrics are by rule."""
     options.check_together()
     groups = _groups(run, options)
     if len(options.kinds) * len(groups) > 1 and run.naming.out is not None:
@@ -266,10 +266,10 @@ def run(run: Run, options: CalibrateOptions) -> Result:
 
 
 def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, Header]]:
-    """The predictions to calibrate, each with the header of those of the split.
+    """Return the predictions to calibrate, each with the header of its predictions of the split.
 
     Raises:
-        MissingInput: none has predicted the split; with the command that does.
+        MissingInput: there are no predictions of the split. The hint has the command that makes them.
         DataError: the split is out-of-distribution.
     """
     posterior, integrator = options.posterior, options.integrator
@@ -306,7 +306,7 @@ def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, 
 
 
 def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: PredictionGroup, header: Header) -> Result:
-    """One rule for one group of predictions."""
+    """Fit and publish one rule for one group of predictions."""
     if options.score is None:
         options = replace(options, score=default_score([stored_arrays(header.path)]))
         if options.score != DEFAULT_SCORE and kind in (OOD, SHIFT):
@@ -338,7 +338,6 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
     )
 
     def compute() -> Computed:
-
         rule, classes, metrics = fit_rule(header, kind, settings, is_tuned=options.is_tuned)
         names = ("posterior", "integrator", "split", "num_examples")
         meta = {name: header.meta[name] for name in names} | {"variant": group.variant, "rule": kind}
@@ -357,32 +356,13 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
     return produce(run, request, compute, when_fresh=when_fresh)
 
 
-def _failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
-    """Of a risk that no threshold is shown to meet: the rule accepts nothing."""
-    if kind != RISK or metrics["most_doubt"] is not None:
-        return None
-    tried = (
-        f"of the {metrics['num_accepted']} most confident predictions, {metrics['num_wrong']} are wrong; "
-        if metrics["num_accepted"]
-        else ""
-    )
-    return CheckFailed(
-        f"no threshold reaches the requested risk: {tried}the rule accepts nothing",
-        code="no_threshold",
-        hint="use a larger --risk, or calibrate on more examples",
-    )
-
-
-Fit = tuple[Rule, dict[str, Any]]
-
-
 def fit_rule(
     header: Header, kind: str, settings: Mapping[str, Any], *, is_tuned: bool
 ) -> tuple[Rule, list[str], dict[str, Any]]:
-    """The rule, the classes it is for, and the numbers of the fit.
+    """Fit a rule. Return it with its classes and the metrics of the fit.
 
     Raises:
-        DataError: too few examples for the level, with how many it takes; several labels an example; no such score.
+        DataError: too few examples for the level, several labels per example, or an unknown score.
     """
     split = PredictedSplit(header)
     if kind in (SETS, RISK) and not split.file.is_exclusive:
@@ -399,6 +379,9 @@ def fit_rule(
         _require(split, len(scores), 1, what="a test")
         rule, metrics = ShiftRule(np.sort(scores.astype(np.float64)), settings["shift_level"]), {}
     return rule, list(split.file.classes), {"num_examples": len(split.examples), **metrics}
+
+
+Fit = tuple[Rule, dict[str, Any]]
 
 
 def _sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool) -> Fit:
@@ -441,7 +424,7 @@ def _num_tuning(split: PredictedSplit) -> int:
 
 
 def _require_of_classes(split: PredictedSplit, labels: np.ndarray, settings: Mapping[str, Any]) -> None:
-    """Raise DataError where there are too few examples for the coverage, of all or of a class."""
+    """Raise DataError where there are too few examples for the coverage, overall or in a class."""
     least = min_scores_for_coverage(settings["coverage"], settings["confidence"])
     if not settings["class_conditional"]:
         _require(split, len(labels), least, what=f"a coverage of {settings['coverage']:g}")
@@ -480,7 +463,7 @@ def _outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
 
 
 def _require(split: PredictedSplit, count: int, least: int, *, what: str) -> None:
-    """Raise DataError where there are fewer examples than it takes."""
+    """Raise DataError where there are fewer examples than required."""
     if count < least:
         raise DataError(
             f"split {split.name!r} has {count} examples to calibrate on; {what} needs at least {least}",
@@ -491,7 +474,7 @@ def _require(split: PredictedSplit, count: int, least: int, *, what: str) -> Non
 
 
 def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    """One line: what is guaranteed, and what it took."""
+    """Return one line with the guarantee and the fit."""
     certainty = settings.get("confidence")
     often = (
         "on average over calibration splits"
@@ -541,4 +524,20 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
     return (
         f"a batch has shifted if p is at most {settings['shift_level']:g}: two-sample Kolmogorov-Smirnov test on "
         f"{settings['score']} against {count} examples"
+    )
+
+
+def _failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
+    """Return the failure where no threshold is shown to meet the risk, so that the rule accepts nothing."""
+    if kind != RISK or metrics["most_doubt"] is not None:
+        return None
+    tried = (
+        f"of the {metrics['num_accepted']} most confident predictions, {metrics['num_wrong']} are wrong; "
+        if metrics["num_accepted"]
+        else ""
+    )
+    return CheckFailed(
+        f"no threshold reaches the requested risk: {tried}the rule accepts nothing",
+        code="no_threshold",
+        hint="use a larger --risk, or calibrate on more examples",
     )

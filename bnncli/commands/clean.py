@@ -1,4 +1,4 @@
-"""clean: removes temporary files and resume states of dead runs, and with --stale the artifacts that are stale."""
+"""clean: remove temporary files and resume states of dead processes and, with --stale, stale artifacts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: Any) -> Result:
-    """Remove what dead processes left in the run folder, and what is stale; the result lists it."""
+    """Remove what dead processes left in the run folder and, with --stale, stale artifacts. The result lists them."""
     root = run.folder.root
     if not root.is_dir():
         raise run.no_run()

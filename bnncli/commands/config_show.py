@@ -1,4 +1,4 @@
-"""config show: every option's value, and where it comes from. The command line resolves; this arranges."""
+"""config show: print every option's value and where it comes from, as the command line resolves them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: Any) -> Result:
-    """A table of command, option, value and source."""
+    """Return a table of command, option, value and source."""
     resolved: dict[str, dict[str, Any]] = run.arguments["resolved"]
     rows = [
         [command, flag_of(name)[2:], "" if setting.value is None else str(setting.value), setting.source]

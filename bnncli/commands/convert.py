@@ -1,4 +1,4 @@
-"""Options of convert."""
+"""convert: write the weights of a checkpoint as safetensors or npz."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from bnncli.artifacts.freshness import carries_our_mark
 from bnncli.data.arrays import npz_names
 from bnncli.errors import OutputExists, UsageError
 from bnncli.models.checkpoint_files import sniff, sniff_zip
+from bnncli.models.checkpoints import convert_checkpoint
 from bnncli.models.sharded import sharded_folder, shards_of
+from bnncli.models.sklearn_arrays import convert_classifier
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.command import Argument, Command, CommonOptions, WriteOptions
 from bnncli.options.declaration import Checked, option
@@ -58,8 +60,11 @@ COMMAND = Command(
 )
 
 
+_OF_PYTORCH = (".pt", ".pth", ".ckpt", ".bin")  # what torch.load is expected to read
+
+
 def run(run: Run, options: ConvertOptions) -> Result:
-    """Write the weights of a checkpoint; with --trust-pickle the file's own code may run."""
+    """Write the weights of a checkpoint. With --trust-pickle the file's own code may run."""
     source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
     if target.suffix.lower() in _OF_PYTORCH:
         raise UsageError(
@@ -83,8 +88,6 @@ def run(run: Run, options: ConvertOptions) -> Result:
         return _write_classifier(run, options, source, target)
     from safetensors.torch import save
 
-    from bnncli.models.checkpoints import convert_checkpoint
-
     state = convert_checkpoint(source, trust_pickle=options.trust_pickle, wanted=options.state, say=run.console.info)
     size = sum(tensor.nbytes for tensor in state.values())
     digest = tensor_digest(state)
@@ -99,11 +102,8 @@ def run(run: Run, options: ConvertOptions) -> Result:
     )
 
 
-_OF_PYTORCH = (".pt", ".pth", ".ckpt", ".bin")  # what torch.load is expected to read
-
-
 def _check_kind(target: Path, kind: str) -> None:
-    """Pass when the file that is to be replaced is one that convert may have written, or empty. Raises OutputExists otherwise."""
+    """Raise OutputExists unless the file to replace is empty or may come from convert."""
     with open_regular(target) as stream:
         found = sniff(stream)
         if (sniff_zip(stream) if found == "zip" else found) not in (kind, "empty"):
@@ -116,10 +116,8 @@ def _check_kind(target: Path, kind: str) -> None:
 
 
 def _write_classifier(run: Run, options: ConvertOptions, source: Path, target: Path) -> Result:
-    """Write the arrays of a classifier of scikit-learn."""
+    """Write the arrays of a scikit-learn classifier."""
     import numpy as np
-
-    from bnncli.models.sklearn_arrays import convert_classifier
 
     if options.state is not None:
         raise UsageError("--state chooses among a checkpoint's weights, but a classifier has only one set")

@@ -1,4 +1,4 @@
-"""demo: run the whole pipeline on a small embedded data set and network."""
+"""demo: run the whole pipeline on a small bundled data set and network."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OUTSIDE = ("mnist",)
 
 
 def run(run: Run, options: DemoOptions) -> Result:
-    """Run every step into the demo's folder; the result is the table of evaluate."""
+    """Run every step in the demo's folder. The result is evaluate's table."""
     folder = Path(options.dir)
     checkpoint = _copy_fixture(folder, may_replace=not options.files_only)
     if options.files_only:
@@ -85,13 +85,13 @@ def run(run: Run, options: DemoOptions) -> Result:
 
 
 def _copy_fixture(folder: Path, *, may_replace: bool) -> Path:
-    """Put the checkpoint and the data into a folder.
+    """Copy the checkpoint and the data into a folder.
 
     Args:
-        may_replace: whether files of these names with other content are replaced, as in the demo's own folder.
+        may_replace: True to replace files of these names that have other content, as in the demo's own folder.
 
     Raises:
-        OutputExists: there are such files, and they may not be replaced.
+        OutputExists: such files exist and may not be replaced.
     """
     check_writable(folder, hint="choose another place with --dir")
     names = (CHECKPOINT, *(f"{split}.npz" for split in (*DATA, *OUTSIDE)))
@@ -129,7 +129,7 @@ _FOLDERS = (_PACKAGE / "fixtures", _PACKAGE.parent / "fixtures")
 
 
 def fixture_path(name: str) -> Path:
-    """The file called `name`, such as train.npz. Raises MissingInput when this installation lacks it."""
+    """Return the path of the bundled file `name`, such as train.npz. Raises MissingInput where the installation lacks it."""
     for folder in _FOLDERS:
         if (folder / name).is_file():
             return folder / name

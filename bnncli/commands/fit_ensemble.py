@@ -63,13 +63,13 @@ class FitEnsembleOptions(Checked):
         "What each member predicts with: its network as trained, the network at one shared temperature, or a "
         "Gaussian over its last layer.",
         choices=(TRAINED, TEMPERATURE, LAPLACE),
-        numeric=False,  # recorded where it is given: `each_params`
+        numeric=False,  # recorded by `each_params`
     )
     trust_code: bool = trust_code_option(is_recorded=False)
 
     @property
     def each_params(self) -> dict[str, Any]:
-        """What requests record of it: nothing for networks as trained."""
+        """Return what requests record of --each; nothing for networks as trained."""
         return {} if self.each == TRAINED else {"each": self.each}
 
 
@@ -90,7 +90,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: FitEnsembleOptions) -> Result:
-    """Publish the ensemble; the result's metrics say what it cost and what it is worth on val."""
+    """Combine the networks and publish. The result's metrics have the cost and the scores on val."""
     members = sorted((Path(one) for one in run.arguments["member"]), key=lambda path: (path.name, str(path)))
     first = load_split(run, "train" if options.each == LAPLACE else (run.folder.splits() or ["train"])[0])
     val = require_labeled_val(run, "the temperature is chosen") if options.each == TEMPERATURE else labeled_val(run)
@@ -100,7 +100,7 @@ def run(run: Run, options: FitEnsembleOptions) -> Result:
     used = [first] if val is None or val.source.role == first.source.role else [first, val]
     sources = [split.source for split in used] + network_sources(used)
     for number, path in enumerate(members, start=2):
-        with open_regular(path):  # or it is missing
+        with open_regular(path):  # raises where it is missing
             pass
         sources.append(
             Source(f"member.{number}", path, f"sha256:{checkpoint_sha256(path, run.console)}", is_artifact=False)
@@ -118,7 +118,6 @@ def run(run: Run, options: FitEnsembleOptions) -> Result:
     )
 
     def fit() -> Fitted:
-
         return fit_members(run, options, first, val, members)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
@@ -133,31 +132,8 @@ def _check_apart(run: Run, members: list[Path]) -> None:
                 raise UsageError(f"MEMBER: {path} is given twice; members must be different networks")
 
 
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    method = str(meta["method"])
-    warn_if_worse(run, request.target, metrics, method=method)
-    cost = metrics["gradient_passes"]
-    lines = [
-        f"{metrics['num_members']} members"
-        + (f", at temperature {metrics['temperature']:.3g}" if "temperature" in metrics else "")
-        + ("" if cost is None else f", trained in {cost} passes over the data")
-    ]
-    if method == "mola":
-        each = zip(metrics["structure"], metrics["prior_precision"], strict=True)
-        lines.append(f"prior precisions: {', '.join(f'{value:.4g} ({name})' for name, value in each)}")
-    if metrics["val"] is not None:
-        own = ", ".join(f"{value:.4f}" for value in metrics["val_nll_members"])
-        lines += [*val_lines(metrics), f"val NLL of the members: {own}"]
-    return Report(metrics, lines)
-
-
-_AT_ONCE = 500  # examples
-_FEWER = "use fewer rows (SPLIT=SPEC@N), or \0each\0 temperature"
-
-
 def fit_members(run: Run, options: FitEnsembleOptions, first: Split, val: Split | None, members: list[Path]) -> Fitted:
-    """The members as a posterior, with what is told of them."""
+    """Return the members as a posterior, with metrics."""
     reader = NetworkReader(run, options.trust_code)
     with reader.recorded.visible():
         layout = reader.layout(first, STATE)
@@ -182,6 +158,15 @@ def fit_members(run: Run, options: FitEnsembleOptions, first: Split, val: Split 
     return Fitted(tensors, {**meta, "layers": STATE}, metrics, first)
 
 
+def open_member(run: Run, first: Network, path: Path) -> Network:
+    """Open the network of another checkpoint as the run's own. Raises what load_checkpoint and load_network raise."""
+    wanted = None if first.checkpoint is None or not first.checkpoint.selected_key else first.checkpoint.selected_key
+    checkpoint = load_checkpoint(path, wanted=wanted, progress=run.console)
+    for note in checkpoint.notes:
+        run.console.warn(f"{path.name}: {note}")
+    return Network(run, first.spec, first.arguments, first.last_layer, checkpoint, first.saved, first.output)
+
+
 def _check_different(networks: Mapping[Path, Network]) -> None:
     """Raise UsageError where two networks have the same weights."""
     digests: dict[str, Path] = {}
@@ -192,17 +177,8 @@ def _check_different(networks: Mapping[Path, Network]) -> None:
             raise UsageError(f"MEMBER: {path} has the same weights as {same}; members must be different networks")
 
 
-def open_member(run: Run, first: Network, path: Path) -> Network:
-    """The network of another checkpoint, made as the run's own. Raises what load_checkpoint and load_network raise."""
-    wanted = None if first.checkpoint is None or not first.checkpoint.selected_key else first.checkpoint.selected_key
-    checkpoint = load_checkpoint(path, wanted=wanted, progress=run.console)
-    for note in checkpoint.notes:
-        run.console.warn(f"{path.name}: {note}")
-    return Network(run, first.spec, first.arguments, first.last_layer, checkpoint, first.saved, first.output)
-
-
 def read_theta(module: nn.Module, layout: ModuleLayout, path: Path, first: Path) -> Tensor:
-    """theta (P,) float32 of a member, on the CPU. Raises DataError where it is of another architecture."""
+    """Return theta (P,) float32 of a member, on the CPU. Raises DataError where it has another architecture."""
     state: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for part in layout.parts:
         theirs = tuple(state[part.name].shape) if part.name in state else None
@@ -216,10 +192,71 @@ def read_theta(module: nn.Module, layout: ModuleLayout, path: Path, first: Path)
     return layout.join({part.name: state[part.name].detach() for part in layout.parts}).float().cpu()
 
 
+def _mixture(
+    run: Run, reader: NetworkReader, networks: list[Network], states: Tensor, layout: ModuleLayout, val: Split | None
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """Fit a Gaussian to each network's last layer with fit-laplace's defaults. Return tensors, metadata and metrics."""
+    train = load_split(run, "train").check_labeled()
+    gaussians, heads, told = [], [], []
+    for number, network in enumerate(networks):
+        seen = [None if split is None else _member_split(reader, network, split, number) for split in (train, val)]
+        fitted, head = _laplace(run, seen[0] or train, seen[1])
+        gaussians.append(cast("Gaussian[HeadLayout]", Gaussian.from_tensors(dict(fitted.tensors), dict(fitted.meta))))
+        heads.append(head)
+        told.append(fitted.metrics)
+    posterior = Mixture(gaussians, MemberLayout(train.layout, layout, states, torch.stack(heads).float()))
+    found: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
+    found |= {name: [one[name] for one in told] for name in ("prior_precision", "structure")}
+    if val is not None:
+        probs = predicted_on(run, posterior.to(run.device), reader.split(val, STATE), "mc")
+        how: dict[str, Any] = {"method": "mola", "integrator": "mc", "num_draws": posterior.default_samples}
+        found |= measure_probs_on_val(run, probs, val, **how)
+        found["val_nll_members"] = [one["val_nll_laplace"] for one in told]
+    tensors, meta = posterior.to_tensors()
+    return tensors, {**meta, "method": "mola", "param_layout": posterior.layout.to_json()}, found
+
+
+_FEWER = "use fewer rows (SPLIT=SPEC@N), or \0each\0 temperature"
+
+
+def _member_split(reader: NetworkReader, network: Network, split: Split, number: int) -> Split:
+    """Return a split with the features and head of a member; the first member's are the run's own."""
+    if number == 0:
+        return split
+    assert split.content.header is not None
+    inputs = reader.input_split(split, split.content.header)
+    head = network.head(inputs)
+    assert head is not None
+    require(4 * split.stored.numel(), "cpu", what=f"the features of {split.content.name}", hint=_FEWER)
+    extracted = network.features(inputs, head, batch_size=BATCH, dtype=reader.recorded.dtype)
+    bias = None if head.bias is None else head.bias.numpy()
+    content = replace(
+        split.content, features=extracted.features.numpy(), head_weight=head.weight.numpy(), head_bias=bias
+    )
+    return replace(split, content=content)
+
+
+def _laplace(run: Run, train: Split, val: Split | None) -> tuple[Fitted, Tensor]:
+    """Run fit-laplace on a member's features with its defaults. Return the fit and the head (H,) as trained."""
+    span = span_to_fit(run, train, structure="auto", num_draws=NUM_DRAWS)
+    known: dict[str, Any] = {
+        "num_examples": len(train.stored),
+        "is_search": True,
+        "whole": train.layout if span else None,
+    }
+    structure = structure_to_fit("auto", span or train.layout, run, **known)
+    without_val = LOO if train.layout.num_outputs <= MOST_LEFT_OUT else "marglik"
+    criterion, head = without_val if val is None else "val", train.head()
+    assert head is not None
+    options, in_span = FitLaplaceOptions(), span is not None
+    fitted = laplace.fit_last_layer(run, options, criterion, structure, train, val, in_span=in_span, only_draws=True)
+    return fitted, head
+
+
 def _ensemble(
     run: Run, reader: NetworkReader, each: str, posterior: Ensemble, first: Split, val: Split | None
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Tensors, meta and metrics of the networks as they are, or at the temperature that val prefers for all of them."""
+    """Return tensors, metadata and metrics of the networks, as trained or at their best joint temperature on val."""
     found: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
     if val is not None:
         assert val.content.labels is not None
@@ -239,9 +276,12 @@ def _ensemble(
     return tensors, {**meta, "method": "ensemble", "param_layout": posterior.layout.to_json()}, found
 
 
+_AT_ONCE = 500  # examples
+
+
 @no_grad
 def _logits(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) -> Tensor:
-    """Logits (M, N, K) of the members at val's examples, on the CPU."""
+    """Return the members' logits (M, N, K) on val, on the CPU."""
     inputs = reader.split(val, STATE).inputs
     task = run.console.task("val", len(posterior.members) * len(inputs))
     found = []
@@ -257,7 +297,7 @@ def _logits(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) ->
 def _at_temperature(
     run: Run, reader: NetworkReader, posterior: Ensemble, first: Split, logits: Tensor, labels: Tensor
 ) -> tuple[Ensemble, Tensor, Tensor | None, float]:
-    """The members and their logits at the temperature that val prefers, its losses held out, and that temperature; as they are without one."""
+    """Return the members and their logits at the best temperature on val, its cross-validated losses, and the temperature. Without a finite optimum, leave them unchanged."""
     layout = posterior.layout
     names = [f"{_head(reader, first).name}.{kind}" for kind in ("weight", "bias")]
     if names[0] not in {part.name for part in layout.parts} or _head(reader, first).form is not None:
@@ -282,59 +322,20 @@ def _head(reader: NetworkReader, split: Split) -> Head:
     return reader.network(reader.input_split(split, split.content.header))[1]
 
 
-def _mixture(
-    run: Run, reader: NetworkReader, networks: list[Network], states: Tensor, layout: ModuleLayout, val: Split | None
-) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Tensors, meta and metrics of a Gaussian over the last layer of each network, fitted as fit-laplace fits it by default."""
-    train = load_split(run, "train").check_labeled()
-    gaussians, heads, told = [], [], []
-    for number, network in enumerate(networks):
-        seen = [None if split is None else _seen_by(reader, network, split, number) for split in (train, val)]
-        fitted, head = _laplace(run, seen[0] or train, seen[1])
-        gaussians.append(cast("Gaussian[HeadLayout]", Gaussian.from_tensors(dict(fitted.tensors), dict(fitted.meta))))
-        heads.append(head)
-        told.append(fitted.metrics)
-    posterior = Mixture(gaussians, MemberLayout(train.layout, layout, states, torch.stack(heads).float()))
-    found: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
-    found |= {name: [one[name] for one in told] for name in ("prior_precision", "structure")}
-    if val is not None:
-        probs = predicted_on(run, posterior.to(run.device), reader.split(val, STATE), "mc")
-        how: dict[str, Any] = {"method": "mola", "integrator": "mc", "num_draws": posterior.default_samples}
-        found |= measure_probs_on_val(run, probs, val, **how)
-        found["val_nll_members"] = [one["val_nll_laplace"] for one in told]
-    tensors, meta = posterior.to_tensors()
-    return tensors, {**meta, "method": "mola", "param_layout": posterior.layout.to_json()}, found
-
-
-def _seen_by(reader: NetworkReader, network: Network, split: Split, number: int) -> Split:
-    """A split with the features and the head of a member; those of the first are the run's own."""
-    if number == 0:
-        return split
-    assert split.content.header is not None
-    inputs = reader.input_split(split, split.content.header)
-    head = network.head(inputs)
-    assert head is not None
-    require(4 * split.stored.numel(), "cpu", what=f"the features of {split.content.name}", hint=_FEWER)
-    extracted = network.features(inputs, head, batch_size=BATCH, dtype=reader.recorded.dtype)
-    bias = None if head.bias is None else head.bias.numpy()
-    content = replace(
-        split.content, features=extracted.features.numpy(), head_weight=head.weight.numpy(), head_bias=bias
-    )
-    return replace(split, content=content)
-
-
-def _laplace(run: Run, train: Split, val: Split | None) -> tuple[Fitted, Tensor]:
-    """What fit-laplace makes of a member's features by default, and the head (H,) that it was trained with."""
-    span = span_to_fit(run, train, structure="auto", num_draws=NUM_DRAWS)
-    known: dict[str, Any] = {
-        "num_examples": len(train.stored),
-        "is_search": True,
-        "whole": train.layout if span else None,
-    }
-    structure = structure_to_fit("auto", span or train.layout, run, **known)
-    without_val = LOO if train.layout.num_outputs <= MOST_LEFT_OUT else "marglik"
-    criterion, head = without_val if val is None else "val", train.head()
-    assert head is not None
-    options, in_span = FitLaplaceOptions(), span is not None
-    fitted = laplace.fit_last_layer(run, options, criterion, structure, train, val, in_span=in_span, only_draws=True)
-    return fitted, head
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    method = str(meta["method"])
+    warn_if_worse(run, request.target, metrics, method=method)
+    cost = metrics["gradient_passes"]
+    lines = [
+        f"{metrics['num_members']} members"
+        + (f", at temperature {metrics['temperature']:.3g}" if "temperature" in metrics else "")
+        + ("" if cost is None else f", trained in {cost} passes over the data")
+    ]
+    if method == "mola":
+        each = zip(metrics["structure"], metrics["prior_precision"], strict=True)
+        lines.append(f"prior precisions: {', '.join(f'{value:.4g} ({name})' for name, value in each)}")
+    if metrics["val"] is not None:
+        own = ", ".join(f"{value:.4f}" for value in metrics["val_nll_members"])
+        lines += [*val_lines(metrics), f"val NLL of the members: {own}"]
+    return Report(metrics, lines)

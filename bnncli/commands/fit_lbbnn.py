@@ -218,7 +218,7 @@ class FitLbbnnOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.hidden_sizes, self.start_logits  # wrong ones are told before any work
+        _ = self.hidden_sizes, self.start_logits  # raises for bad values before any work
         _sizes("\0flow_hidden\0", self.flow_hidden)
         if self.slab_sd != "auto":
             parse_positive(self.slab_sd, "\0slab_sd\0", "auto or a positive number")
@@ -230,7 +230,7 @@ class FitLbbnnOptions(Checked):
             raise UsageError("\0early_epochs\0 has no effect without \0inclusion_rate\0 or \0estimator\0 concrete")
 
     def resolved(self, num_examples: int) -> FitLbbnnOptions:
-        """The options with the estimator's own choices in place of those that were left open."""
+        """Return the options with the estimator's defaults filled in."""
         chosen = {
             name: value
             for name, value in _DEFAULTS.items()
@@ -249,17 +249,17 @@ class FitLbbnnOptions(Checked):
 
     @property
     def hidden_sizes(self) -> tuple[int, ...]:
-        """Outputs of each hidden layer."""
+        """Return the outputs of each hidden layer."""
         return _sizes("\0hidden\0", self.hidden)
 
     @property
     def flow_sizes(self) -> tuple[int, ...]:
-        """Hidden units of the coupling layers' networks."""
+        """Return the hidden units of the coupling layers' networks."""
         return _sizes("\0flow_hidden\0", self.flow_hidden)
 
     @property
     def start_logits(self) -> tuple[float, float]:
-        """Between which inclusion logits start."""
+        """Return the bounds between which inclusion logits start."""
         try:
             low, high = (float(part) for part in self.start_inclusion.split(","))
         except ValueError:
@@ -295,7 +295,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: FitLbbnnOptions) -> Result:
-    """Fit and publish; the result's metrics have the bound's parts and the density."""
+    """Fit and publish. The result's metrics have the bound's parts and the density."""
     train = load_split(run, "train").check_labeled()
     layout = _layout(options, train)
     options = options.resolved(len(train.content.features))
@@ -315,14 +315,21 @@ def run(run: Run, options: FitLbbnnOptions) -> Result:
     )
 
     def fit() -> Fitted:
-
         return fit_networks(run, options, train, val, layout=layout, request=request)
 
     return produce_posterior(run, request, fit, _report)
 
 
+def _layout(options: FitLbbnnOptions, train: Split) -> NetworkLayout:
+    """Return the layout of the outputs: that of the network's head or, without one, what the classes need."""
+    head, num_classes = train.layout, len(train.content.classes)
+    has_own = train.content.head_weight is not None or not head.likelihood.is_exclusive
+    outputs = head.num_outputs if has_own else outputs_for(num_classes)
+    return NetworkLayout((head.num_features, *options.hidden_sizes, outputs), head.likelihood_name)
+
+
 def _val(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> Split | None:
-    """The split that the slab's standard deviation is chosen on; None where it is given, learnt, or 1."""
+    """Return the split that chooses the slab's standard deviation; None where that is given, learnt, or 1."""
     if options.slab_sd != "auto" or options.estimator == "concrete" or layout.num_layers > 1:
         return None
     val = load_split(run, "val") if run.folder.features("val").is_file() else None
@@ -332,122 +339,30 @@ def _val(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> Split | N
     return None
 
 
-def _layout(options: FitLbbnnOptions, train: Split) -> NetworkLayout:
-    """Outputs as the network's head has them; without a head as many as the classes need."""
-    head, num_classes = train.layout, len(train.content.classes)
-    has_own = train.content.head_weight is not None or not head.likelihood.is_exclusive
-    outputs = head.num_outputs if has_own else outputs_for(num_classes)
-    return NetworkLayout((head.num_features, *options.hidden_sizes, outputs), head.likelihood_name)
-
-
-def _report(meta: Mapping[str, Any]) -> Report:
-    return Report(meta["metrics"], summary(meta["metrics"]))
-
-
-def start_of(
-    options: FitLbbnnOptions,
-    layout: NetworkLayout,
-    slab_sds: Sequence[float],
-    *,
-    num_repeats: int,
-    generator: torch.Generator,
-    device: torch.device,
-) -> LatentModel:
-    """What a fit starts from, on the device; one standard deviation for all repeats, or one for each."""
-    factors = initial_factors(
-        layout,
-        num_repeats,
-        generator,
-        mean_range=MEAN_RANGES[options.estimator],
-        logit_range=options.start_logits,
-        device=device,
-    )
-    prior = SpikeAndSlab.constant(
-        layout.num_layers,
-        inclusion=options.prior_inclusion,
-        slab_mean=options.slab_mean,
-        bias_sd=options.bias_sd,
-    ).to(device)
-    sds = torch.tensor(slab_sds, dtype=torch.float64, device=device).unsqueeze(1)
-    prior = replace(prior, slab_sd=sds.expand(-1, layout.num_layers).clone())
-    multipliers = []
-    if options.estimator == "mnf":
-        multipliers = [
-            initial_model(
-                inputs,
-                num_repeats,
-                generator,
-                length=options.flow_length or 2,
-                hidden=options.flow_sizes,
-                device=device,
-            )
-            for _, inputs in layout.shapes
-        ]
-    return LatentModel(layout, factors, prior, tuple(multipliers))
-
-
-def check_memory(
-    options: FitLbbnnOptions,
-    layout: NetworkLayout,
-    device: torch.device | str,
-    *,
-    num_examples: int,
-    is_searched: bool = False,
-) -> None:
-    """Pass when the fit, and the search before it, have room. Raises DeviceError otherwise."""
-    sizes = {"batch_size": min(options.batch_size, num_examples), "num_flow_params": 0}
-    if options.estimator == "mnf":
-        length, hidden = options.flow_length or 2, options.flow_sizes
-        sizes["num_flow_params"] = sum(num_params(n, length=length, hidden=hidden) for _, n in layout.shapes)
-    smaller = ["--hidden layers"] * bool(options.hidden) + ["--flow-hidden"] * (options.estimator == "mnf")
-    hint = f"use smaller {', '.join([*smaller, '--batch-size'])}"
-    fits = [(options.repeats, "use fewer --repeats" if options.repeats > 1 else hint)]
-    if is_searched:
-        fits.append((len(CANDIDATES), "give --slab-sd as a number; its search fits ten networks"))
-    for repeats, advice in fits:
-        at_once = None if team() is None else largest_group(layout, repeats, torch.device(device))
-        memory.require_latent(layout, device, num_repeats=repeats, most_at_once=at_once, hint=advice, **sizes)
-
-
-def epochs_of(options: FitLbbnnOptions) -> int:
-    """Of resolved options."""
-    assert options.epochs is not None  # resolved
-    return options.epochs
-
-
-def plan_of(options: FitLbbnnOptions, num_examples: int) -> Plan:
-    """How resolved options say that so many examples are fitted."""
-    return Plan(
-        epochs=epochs_of(options),
-        batch_size=min(options.batch_size, num_examples),
-        learning_rate=options.learning_rate or HEAD_RATE,
-        schedule=options.schedule or "constant",
-        inclusion_rate=options.inclusion_rate,
-        flow_rate=options.flow_rate,
-        early_epochs=options.early_epochs or 0,
-        hyper_prior=options.estimator == "concrete",
-        prior_weight=Plan.prior_weight if options.prior_weight is None else options.prior_weight,
-        settings=EstimatorSettings(
-            options.estimator,
-            options.variance or "exact",
-            options.temperature or EstimatorSettings().temperature,
-            options.multiplier_draws or EstimatorSettings().multiplier_draws,
-        ),
-        shuffles=not options.no_shuffle,
-    )
-
-
 class TrainedRepeats(NamedTuple):
-    """What became of the networks; seconds: of an epoch of all."""
+    """The trained networks. `seconds` is the time of one epoch of all repeats."""
 
     model: LatentModel
     history: History
     seconds: float
 
 
+class TrainingData(NamedTuple):
+    """The data of a fit: features (N, D) on any device, labels (N,) on the run's device, and the scaling of the inputs."""
+
+    features: Tensor
+    labels: Tensor
+    scaling: Scaling | None
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield blocks of inputs (n, D) and their labels (n,)."""
+        for rows, inputs in Inputs(FeatureBlocks(self.features, self.labels.device), self.scaling).blocks():
+            yield inputs, self.labels[rows]
+
+
 @dataclass(frozen=True)
 class LatentTraining:
-    """Networks that are to be fitted, and what they learn from."""
+    """The networks to fit and their data."""
 
     run: Run
     options: FitLbbnnOptions
@@ -456,7 +371,7 @@ class LatentTraining:
     plan: Plan
 
     def search(self, val: Split) -> list[dict[str, float]]:
-        """The NLL on val of each candidate for the slab's standard deviation, after a short fit."""
+        """Return the NLL on val of each candidate for the slab's standard deviation, after a short fit."""
         plan = replace(self.plan, epochs=search_epochs(self.plan.epochs), schedule="cosine")
         start, others = self._start(CANDIDATES, num_repeats=len(CANDIDATES)), team()
 
@@ -477,7 +392,7 @@ class LatentTraining:
         return [{"slab_sd": sd, "val_nll": value} for sd, value in zip(CANDIDATES, found.tolist(), strict=True)]
 
     def fit(self, slab_sd: float, state: dict[str, Tensor] | None, resumable: Resumable) -> TrainedRepeats:
-        """The networks, from their start or the state of an earlier run, which is used up where workers share it."""
+        """Fit the networks from their start, or from the state of an earlier run, which workers that share it consume."""
         start, others, begin = self._start([slab_sd], num_repeats=self.options.repeats), team(), time.monotonic()
         if others is not None:
             return self._fit_apart(others, start, state, resumable)
@@ -505,7 +420,7 @@ class LatentTraining:
         return TrainedRepeats(model, join_histories(parts), (time.monotonic() - begin) / max(1.0, left / len(groups)))
 
     def _start(self, slab_sds: Sequence[float], *, num_repeats: int) -> LatentModel:
-        """What the fit, or the search before it, starts from: both from the same stream."""
+        """Return the start of the fit, or of the search before it, both from the same random stream."""
         generator = self.run.stream("fit-lbbnn/start")
         return start_of(
             self.options, self.layout, slab_sds, num_repeats=num_repeats, generator=generator, device=self.run.device
@@ -522,15 +437,10 @@ class LatentTraining:
         return {"num_steps": plan.epochs * num_batches, "progress": self.run.console}
 
 
-def _num_epochs(state: State) -> int:
-    """Done, in a state of fit_latent."""
-    return len(state.get("history.density", ()))
-
-
 def fit_networks(
     run: Run, options: FitLbbnnOptions, train: Split, val: Split | None, *, layout: NetworkLayout, request: Request
 ) -> Fitted:
-    """The networks, with what is told of them."""
+    """Fit the networks, and measure the bound, the density and the scores on val."""
     check_memory(options, layout, run.device, num_examples=len(train.content.features), is_searched=val is not None)
     features = train.resident(run.device)
     data = TrainingData(
@@ -574,18 +484,49 @@ def fit_networks(
     return Fitted(tensors, meta, metrics, train, told=told, publishing=resumable.publishing)
 
 
-def _resumable(run: Run, options: FitLbbnnOptions, request: Request, layout: NetworkLayout) -> Resumable:
-    """The state of the fit; that of groups of networks belongs to these groups."""
-    also = {}
-    if team() is not None:
-        groups = split_repeats(layout, options.repeats, run.device)
-        also = {"groups": ",".join(str(part.stop - part.start) for part in groups)}
-    return resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
+def check_memory(
+    options: FitLbbnnOptions,
+    layout: NetworkLayout,
+    device: torch.device | str,
+    *,
+    num_examples: int,
+    is_searched: bool = False,
+) -> None:
+    """Raise DeviceError where the fit, or the search before it, does not fit in memory."""
+    sizes = {"batch_size": min(options.batch_size, num_examples), "num_flow_params": 0}
+    if options.estimator == "mnf":
+        length, hidden = options.flow_length or 2, options.flow_sizes
+        sizes["num_flow_params"] = sum(num_params(n, length=length, hidden=hidden) for _, n in layout.shapes)
+    smaller = ["--hidden layers"] * bool(options.hidden) + ["--flow-hidden"] * (options.estimator == "mnf")
+    hint = f"use smaller {', '.join([*smaller, '--batch-size'])}"
+    fits = [(options.repeats, "use fewer --repeats" if options.repeats > 1 else hint)]
+    if is_searched:
+        fits.append((len(CANDIDATES), "give --slab-sd as a number; its search fits ten networks"))
+    for repeats, advice in fits:
+        at_once = None if team() is None else largest_group(layout, repeats, torch.device(device))
+        memory.require_latent(layout, device, num_repeats=repeats, most_at_once=at_once, hint=advice, **sizes)
 
 
-def _slab_sd(options: FitLbbnnOptions, search: list[dict[str, float]] | None) -> float:
-    """The slab's standard deviation: the one that val prefers, or the one given."""
-    return float(options.slab_sd) if search is None else min(search, key=lambda one: one["val_nll"])["slab_sd"]
+def plan_of(options: FitLbbnnOptions, num_examples: int) -> Plan:
+    """Return the plan of a fit to `num_examples` with resolved options."""
+    return Plan(
+        epochs=epochs_of(options),
+        batch_size=min(options.batch_size, num_examples),
+        learning_rate=options.learning_rate or HEAD_RATE,
+        schedule=options.schedule or "constant",
+        inclusion_rate=options.inclusion_rate,
+        flow_rate=options.flow_rate,
+        early_epochs=options.early_epochs or 0,
+        hyper_prior=options.estimator == "concrete",
+        prior_weight=Plan.prior_weight if options.prior_weight is None else options.prior_weight,
+        settings=EstimatorSettings(
+            options.estimator,
+            options.variance or "exact",
+            options.temperature or EstimatorSettings().temperature,
+            options.multiplier_draws or EstimatorSettings().multiplier_draws,
+        ),
+        shuffles=not options.no_shuffle,
+    )
 
 
 def _warn(run: Run, warning: str | None) -> None:
@@ -593,42 +534,8 @@ def _warn(run: Run, warning: str | None) -> None:
         run.console.warn(warning)
 
 
-def _posterior(run: Run, model: LatentModel, history: History) -> LatentBinary:
-    """The posterior; one network stands for all where the bound was highest over the last epochs."""
-    best = int(history.bound()[-5:].mean(dim=0).argmax())
-    with torch.no_grad():
-        means = model.multiplier_means(run.stream("fit-lbbnn/multipliers"))
-    return LatentBinary(model, tuple(means), best)
-
-
-def default_samples(layout: NetworkLayout, num_repeats: int) -> int:
-    """Draws of a prediction when nobody says: as many of each repeat, of a head as of any other posterior's."""
-    wanted = DEFAULT_NETWORKS if layout.num_layers > 1 else Mc().default_samples
-    return num_repeats * math.ceil(affordable_draws(wanted, layout.num_params) / num_repeats)
-
-
-STEEP = 0.1  # of the bound, by which it rises over the last tenth of the epochs where it is far from its end
-MIN_EPOCHS = 10  # below which a tenth of them is none
-LARGE = (
-    30.0  # mean or standard deviation of an input, from which learning rates and priors that are made for 1 fit badly
-)
-
-
-def reach(plan: Plan, num_examples: int) -> float:
-    """How far an inclusion logit can move at most: Adam's steps are about as long as its learning rate."""
-    num_batches = math.ceil(num_examples / plan.batch_size)
-    early = min(plan.early_epochs, plan.epochs)
-    total = 0.0
-    for epoch in range(plan.epochs):
-        is_early = epoch < early and plan.inclusion_rate is not None
-        rate = plan.inclusion_rate if is_early and plan.inclusion_rate is not None else plan.learning_rate
-        course = 0.5 * (1 + math.cos(math.pi * (epoch + 0.5) / plan.epochs)) if plan.schedule == "cosine" else 1.0
-        total += rate * course * num_batches
-    return total
-
-
 def short_plan(options: FitLbbnnOptions, plan: Plan, num_examples: int) -> str | None:
-    """What to say of a plan whose steps cannot take an inclusion logit from its start to the prior; None of a longer one."""
+    """Return a warning where a plan's steps cannot move an inclusion logit from its start to the prior; else None."""
     high = options.start_logits[1]
     prior = math.log(options.prior_inclusion / (1 - options.prior_inclusion))
     need, farthest = high - prior, reach(plan, num_examples)
@@ -643,74 +550,91 @@ def short_plan(options: FitLbbnnOptions, plan: Plan, num_examples: int) -> str |
     )
 
 
-def guessing(labels: Tensor, num_classes: int) -> float:
-    """Log likelihood of labels (N,) under the classes' own shares, nats; of labels (N, C) under the share of each."""
-    if labels.ndim == 2:
-        there = labels.cpu().double().sum(dim=0)
-        rest = len(labels) - there
-        return float(
-            (torch.special.xlogy(there, there / len(labels)) + torch.special.xlogy(rest, rest / len(labels))).sum()
-        )
-    counts = torch.bincount(labels.cpu(), minlength=num_classes).double()
-    return float(torch.special.xlogy(counts, counts / counts.sum()).sum())
+def reach(plan: Plan, num_examples: int) -> float:
+    """Return how far an inclusion logit can move at most. Adam's steps are about as long as its learning rate."""
+    num_batches = math.ceil(num_examples / plan.batch_size)
+    early = min(plan.early_epochs, plan.epochs)
+    total = 0.0
+    for epoch in range(plan.epochs):
+        is_early = epoch < early and plan.inclusion_rate is not None
+        rate = plan.inclusion_rate if is_early and plan.inclusion_rate is not None else plan.learning_rate
+        course = 0.5 * (1 + math.cos(math.pi * (epoch + 0.5) / plan.epochs)) if plan.schedule == "cosine" else 1.0
+        total += rate * course * num_batches
+    return total
 
 
-def poor_fit(metrics: dict[str, Any], features: Tensor, *, is_standardized: bool) -> str | None:
-    """What to say where the drawn networks explain the training labels worse than the classes' shares; None elsewhere."""
-    value, guess, count = (
-        metrics["expected_log_likelihood"]["value"],
-        metrics["log_likelihood_of_shares"],
-        len(features),
+def _num_epochs(state: State) -> int:
+    """Return the epochs done in a state of fit_latent."""
+    return len(state.get("history.density", ()))
+
+
+def start_of(
+    options: FitLbbnnOptions,
+    layout: NetworkLayout,
+    slab_sds: Sequence[float],
+    *,
+    num_repeats: int,
+    generator: torch.Generator,
+    device: torch.device,
+) -> LatentModel:
+    """Return the start of a fit, on the device, with one standard deviation for all repeats or one for each."""
+    factors = initial_factors(
+        layout,
+        num_repeats,
+        generator,
+        mean_range=MEAN_RANGES[options.estimator],
+        logit_range=options.start_logits,
+        device=device,
     )
-    if value >= guess:
-        return None
-    found = (
-        f"the sampled networks explain the training labels worse ({value / count:.3g} nats per example) than the "
-        f"class frequencies ({guess / count:.3g})"
-    )
-    scaling = Scaling.of(features, features.device)
-    largest = float(torch.maximum(scaling.shift.abs(), scaling.scale).max())
-    if not is_standardized and largest > LARGE:
-        return f"{found}: inputs have means or standard deviations of up to {largest:.2g}; use --standardize"
-    return f"{found}: use more --epochs or another --learning-rate"
+    prior = SpikeAndSlab.constant(
+        layout.num_layers,
+        inclusion=options.prior_inclusion,
+        slab_mean=options.slab_mean,
+        bias_sd=options.bias_sd,
+    ).to(device)
+    sds = torch.tensor(slab_sds, dtype=torch.float64, device=device).unsqueeze(1)
+    prior = replace(prior, slab_sd=sds.expand(-1, layout.num_layers).clone())
+    multipliers = []
+    if options.estimator == "mnf":
+        multipliers = [
+            initial_model(
+                inputs,
+                num_repeats,
+                generator,
+                length=options.flow_length or 2,
+                hidden=options.flow_sizes,
+                device=device,
+            )
+            for _, inputs in layout.shapes
+        ]
+    return LatentModel(layout, factors, prior, tuple(multipliers))
 
 
-def rise(history: History, best: int) -> float | None:
-    """Share of the bound by which it rose over the last tenth of the epochs; None of fewer than ten epochs."""
-    bound = history.bound()[:, best]
-    tenth = len(bound) // 10
-    if len(bound) < MIN_EPOCHS or float(bound[-1]) == 0:
-        return None
-    return float((bound[-tenth:].mean() - bound[-2 * tenth : -tenth].mean()) / bound[-1].abs())
+def _resumable(run: Run, options: FitLbbnnOptions, request: Request, layout: NetworkLayout) -> Resumable:
+    """Return the resumable state of the fit. Workers that share the repeats each have the state of theirs."""
+    also = {}
+    if team() is not None:
+        groups = split_repeats(layout, options.repeats, run.device)
+        also = {"groups": ",".join(str(part.stop - part.start) for part in groups)}
+    return resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
 
 
-def still_rising(share: float | None, schedule: str) -> str | None:
-    """What to say of a bound that rises steeply at the end of a fit at a constant learning rate; None of another."""
-    if share is None or share < STEEP or schedule != "constant":
-        return None
-    return f"the bound still rose by {percent(share, '.0f')} over the last tenth of the epochs: use more --epochs"
+def _slab_sd(options: FitLbbnnOptions, search: list[dict[str, float]] | None) -> float:
+    """Return the slab's standard deviation: the best on val, or as given."""
+    return float(options.slab_sd) if search is None else min(search, key=lambda one: one["val_nll"])["slab_sd"]
 
 
-NUM_PASSES = 8  # over the data, for the expected log likelihood
-FLOW_DRAWS = 64  # of multipliers and weights, NUM_PASSES at once
-
-
-class TrainingData(NamedTuple):
-    """What a fit is measured on: features (N, D) wherever they lie, labels (N,) on the device, and how inputs are scaled."""
-
-    features: Tensor
-    labels: Tensor
-    scaling: Scaling | None
-
-    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs of the network (n, D) and their labels (n,), block by block."""
-        for rows, inputs in Inputs(FeatureBlocks(self.features, self.labels.device), self.scaling).blocks():
-            yield inputs, self.labels[rows]
+def _posterior(run: Run, model: LatentModel, history: History) -> LatentBinary:
+    """Return the posterior. Its best network is the repeat with the highest bound over the last epochs."""
+    best = int(history.bound()[-5:].mean(dim=0).argmax())
+    with torch.no_grad():
+        means = model.multiplier_means(run.stream("fit-lbbnn/multipliers"))
+    return LatentBinary(model, tuple(means), best)
 
 
 @no_grad
 def measure(run: Run, posterior: LatentBinary, data: TrainingData, *, variance: str, estimator: str) -> dict[str, Any]:
-    """The bound of the best repeat on all data, part by part, nats, and the density of its layers.
+    """Measure the parts of the best repeat's bound on all data, in nats, and the density of its layers.
 
     The expected log likelihood is that under exact draws of the weights; beside it, where activations were drawn in
     training, that under such draws: their difference is what the Gaussian approximation of activations is off. The flow's
@@ -746,23 +670,11 @@ def measure(run: Run, posterior: LatentBinary, data: TrainingData, *, variance: 
     return metrics
 
 
-def densities(posterior: LatentBinary) -> dict[str, Any]:
-    """Share of the weights that are in, of each layer and of all: expected, and of the median probability model."""
-    layout, logit = posterior.model.layout, posterior.model.factors.logit[posterior.best].detach()
-    views = layout.weights(logit)
-    expected, *by_layer = [row["value"] for row in prediction_density_rows([torch.sigmoid(view) for view in views])]
-    median, *median_by_layer = [row["value"] for row in prediction_density_rows([view > 0 for view in views])]
-    return {
-        "density": expected,
-        "density_by_layer": by_layer,
-        "median_density": median,
-        "median_density_by_layer": median_by_layer,
-        "num_weights": [view.numel() for view in views],
-    }
+NUM_PASSES = 8  # passes over the data for the expected log likelihood
 
 
 def _by_weights(run: Run, posterior: LatentBinary, data: TrainingData, generator: torch.Generator) -> Tensor:
-    """Log likelihood of all data (S,) under exact draws of the weights."""
+    """Return the log likelihood of all data, (S,), under exact draws of the weights."""
     model = posterior.model
     repeats = torch.full((NUM_PASSES,), posterior.best, device=model.device)
     theta = model.layout.join(*model.draw_weights(repeats, generator))
@@ -774,10 +686,14 @@ def _by_weights(run: Run, posterior: LatentBinary, data: TrainingData, generator
     return total
 
 
+def _estimate(values: Tensor) -> dict[str, float]:
+    return {"value": float(values.mean()), "standard_error": float(values.std()) / math.sqrt(len(values))}
+
+
 def _by_activations(
     run: Run, posterior: LatentBinary, data: TrainingData, variance: str, generator: torch.Generator
 ) -> Tensor:
-    """The same under drawn activations."""
+    """Return the log likelihood of all data, (S,), under drawn activations."""
     model = posterior.model.of_repeats(
         slice(posterior.best, posterior.best + 1)
     )  # of all repeats at once there may be no room
@@ -793,8 +709,11 @@ def _by_activations(
     return torch.stack(total)
 
 
+FLOW_DRAWS = 64  # of multipliers and weights, NUM_PASSES at once
+
+
 def _flow_divergences(run: Run, posterior: LatentBinary, generator: torch.Generator) -> Tensor:
-    """log q(z) - log r(z | w) of each layer under exact draws of z and w, (FLOW_DRAWS, L) float64; no row without multipliers."""
+    """Return log q(z) - log r(z | w) of each layer, (FLOW_DRAWS, L) float64, under exact draws of z and w; no rows without multipliers."""
     model, best = posterior.model, posterior.best
     parts = [part.at(best) for part in model.multipliers]
     repeats = torch.full((NUM_PASSES,), best, device=model.device)
@@ -818,15 +737,98 @@ def _flow_divergences(run: Run, posterior: LatentBinary, generator: torch.Genera
     return torch.cat(found) if found else torch.zeros(0, model.layout.num_layers, dtype=torch.float64)
 
 
-def _estimate(values: Tensor) -> dict[str, float]:
-    return {"value": float(values.mean()), "standard_error": float(values.std()) / math.sqrt(len(values))}
+def densities(posterior: LatentBinary) -> dict[str, Any]:
+    """Return the fraction of weights that are in, by layer and overall: expected, and in the median probability model."""
+    layout, logit = posterior.model.layout, posterior.model.factors.logit[posterior.best].detach()
+    views = layout.weights(logit)
+    expected, *by_layer = [row["value"] for row in prediction_density_rows([torch.sigmoid(view) for view in views])]
+    median, *median_by_layer = [row["value"] for row in prediction_density_rows([view > 0 for view in views])]
+    return {
+        "density": expected,
+        "density_by_layer": by_layer,
+        "median_density": median,
+        "median_density_by_layer": median_by_layer,
+        "num_weights": [view.numel() for view in views],
+    }
 
 
-_NAMED = 20  # inputs in a line for people
+def epochs_of(options: FitLbbnnOptions) -> int:
+    """Return the number of epochs of resolved options."""
+    assert options.epochs is not None  # resolved
+    return options.epochs
+
+
+def guessing(labels: Tensor, num_classes: int) -> float:
+    """Return the log likelihood, in nats, of labels (N,) or (N, C) under the frequencies of the classes."""
+    if labels.ndim == 2:
+        there = labels.cpu().double().sum(dim=0)
+        rest = len(labels) - there
+        return float(
+            (torch.special.xlogy(there, there / len(labels)) + torch.special.xlogy(rest, rest / len(labels))).sum()
+        )
+    counts = torch.bincount(labels.cpu(), minlength=num_classes).double()
+    return float(torch.special.xlogy(counts, counts / counts.sum()).sum())
+
+
+MIN_EPOCHS = 10  # with fewer, a tenth of them is none
+
+
+def rise(history: History, best: int) -> float | None:
+    """Return the relative rise of the bound over the last tenth of the epochs; None for fewer than ten epochs."""
+    bound = history.bound()[:, best]
+    tenth = len(bound) // 10
+    if len(bound) < MIN_EPOCHS or float(bound[-1]) == 0:
+        return None
+    return float((bound[-tenth:].mean() - bound[-2 * tenth : -tenth].mean()) / bound[-1].abs())
+
+
+STEEP = 0.1  # relative rise over the last tenth of the epochs that shows a bound far from its end
+
+
+def still_rising(share: float | None, schedule: str) -> str | None:
+    """Return a warning where the bound still rises steeply at the end of a fit at a constant learning rate; else None."""
+    if share is None or share < STEEP or schedule != "constant":
+        return None
+    return f"the bound still rose by {percent(share, '.0f')} over the last tenth of the epochs: use more --epochs"
+
+
+LARGE = (
+    30.0  # mean or standard deviation of an input, from which learning rates and priors that are made for 1 fit badly
+)
+
+
+def poor_fit(metrics: dict[str, Any], features: Tensor, *, is_standardized: bool) -> str | None:
+    """Return a warning where drawn networks explain the training labels worse than the classes' frequencies; else None."""
+    value, guess, count = (
+        metrics["expected_log_likelihood"]["value"],
+        metrics["log_likelihood_of_shares"],
+        len(features),
+    )
+    if value >= guess:
+        return None
+    found = (
+        f"the sampled networks explain the training labels worse ({value / count:.3g} nats per example) than the "
+        f"class frequencies ({guess / count:.3g})"
+    )
+    scaling = Scaling.of(features, features.device)
+    largest = float(torch.maximum(scaling.shift.abs(), scaling.scale).max())
+    if not is_standardized and largest > LARGE:
+        return f"{found}: inputs have means or standard deviations of up to {largest:.2g}; use --standardize"
+    return f"{found}: use more --epochs or another --learning-rate"
+
+
+def default_samples(layout: NetworkLayout, num_repeats: int) -> int:
+    """Return the default number of draws of a prediction: equally many from each repeat, and as for other posteriors for a head."""
+    wanted = DEFAULT_NETWORKS if layout.num_layers > 1 else Mc().default_samples
+    return num_repeats * math.ceil(affordable_draws(wanted, layout.num_params) / num_repeats)
+
+
+def _report(meta: Mapping[str, Any]) -> Report:
+    return Report(meta["metrics"], summary(meta["metrics"]))
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
-    """Lines for people."""
+    """Return the summary for people."""
     if not metrics:
         return []
     bound, fit = metrics["bound"], metrics["expected_log_likelihood"]
@@ -855,8 +857,11 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
+_NAMED = 20  # inputs listed in the summary
+
+
 def _inputs_line(inputs: list[dict[str, Any]]) -> str:
-    """Which inputs are in by their mean inclusion, numbered from 1, the most probable first."""
+    """List the inputs by their mean inclusion probability, numbered from 1, the most probable first."""
     found = sorted((part for part in inputs if part["mean"] > THRESHOLD), key=lambda part: -part["mean"])
     named = [f"{part['input']} ({part['mean']:.2f})" for part in found[:_NAMED]]
     if len(found) > _NAMED:

@@ -161,41 +161,41 @@ class FitSghmcOptions(GivenPriorOptions):
 
     @property
     def chosen_sampler(self) -> str:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         return self.sampler or (SGHMC if self.is_last_layer and self.cycles is None else CYCLICAL)
 
     @property
     def may_whiten(self) -> bool:
-        """Whether the covariance of a Gaussian base preconditions: where it is asked for, and by default over the last layer.
+        """True where the covariance of a Gaussian base may precondition: if requested, and by default for the last layer.
 
-        Not over others by default, which take minibatches: these have the noise of the stiffest direction in all of them then.
+        Not by default for other layers: they take minibatches, and whitening spreads the noise of the stiffest direction to all.
         """
         return self.preconditioner == BASE or (self.preconditioner is None and self.is_last_layer)
 
     @property
     def is_cyclical(self) -> bool:
-        """Whether there are cycles."""
+        """True for a cyclical step size."""
         return self.chosen_sampler == CYCLICAL
 
     @property
     def num_epochs(self) -> int:
-        """Of all cycles together, as asked for or by default."""
+        """Return the epochs of all cycles together, with the default filled in."""
         in_cycle = (250 if self.is_last_layer else 10) * (1 if self.is_cyclical else 4)
         return self.epochs or in_cycle * self.num_cycles
 
     @property
     def num_cycles(self) -> int:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         return (self.cycles or 4) if self.is_cyclical else 1
 
     @property
     def cycle_length(self) -> int:
-        """Epochs of a cycle; all without cycles."""
+        """Return the epochs of a cycle; all epochs without cycles."""
         return max(1, self.num_epochs // self.num_cycles)
 
     @property
     def num_exploring(self) -> int:
-        """Epochs of a cycle before draws are kept: one is left at least."""
+        """Return the epochs of a cycle before draws are kept, which leave at least one."""
         share = self.exploration
         if share is None:
             share = 0.8 if self.is_cyclical else 0.3
@@ -203,12 +203,12 @@ class FitSghmcOptions(GivenPriorOptions):
 
     @property
     def num_sampling(self) -> int:
-        """Epochs of a cycle in which draws are kept."""
+        """Return the epochs of a cycle in which draws are kept."""
         return self.cycle_length - self.num_exploring
 
     @property
     def num_draws(self) -> int:
-        """Of a cycle, as asked for or by default."""
+        """Return the draws of a cycle, with the default filled in."""
         if self.draws is not None:
             return self.draws
         many = (50, 200) if self.is_last_layer else (3, 50)
@@ -216,11 +216,11 @@ class FitSghmcOptions(GivenPriorOptions):
 
     @property
     def examples_a_step(self) -> int:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         return self.batch_size or (65536 if self.is_last_layer else 128)
 
     def decay(self, *, is_whitened: bool) -> float:
-        """Share of the momentum that a step loses, as asked for or by default."""
+        """Return the fraction of the momentum that a step loses, with the default filled in."""
         return 1.0 if self.chosen_sampler == SGLD else self.momentum_decay or (0.2 if is_whitened else 0.05)
 
 
@@ -241,12 +241,13 @@ COMMAND = Command(
     place=90,
 )
 
+
 # Of each chain: theta, momentum, gradient, noise, RMSprop's mean squares or whitened ones, products; twice for states to resume from.
 _CHAIN_VECTORS = 12
 
 
 def run(run: Run, options: FitSghmcOptions) -> Result:
-    """Sample and publish; the result's metrics have R-hat, effective sample sizes and the bias of steps and minibatches."""
+    """Sample and publish. The result's metrics have R-hat, effective sample sizes and the bias of steps and minibatches."""
     num_draws = options.chains * options.num_cycles * options.num_draws
 
     def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
@@ -259,7 +260,6 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
         )
 
     def work(fitting: Fitting) -> Fitted:
-
         return sample_chains(fitting, options)
 
     asked = TargetFit(
@@ -275,23 +275,14 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
 
 
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="sghmc", also=weaker_prior(meta))
-    return Report(metrics, summary(metrics))
-
-
-MIN_SIZED_DRAWS = 20  # a chain: of fewer no effective sample size is told
-
-
 def sample_chains(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
-    """The draws with what is told of them."""
+    """Run the chains, judge them and measure the draws on val."""
     run, target = fitting.run, fitting.target
     start = fitting.start.expand(options.chains, -1)
     if options.start == "init":
         start = initial_theta(fitting.train.layout, options.chains, stream_seed(run.compute.seed, "fit-sghmc/start"))
     whitening = _whitening(fitting, options)
-    chosen, told = _planned(fitting, options, start[0].to(run.device), whitening)
+    chosen, told = _make_plan(fitting, options, start[0].to(run.device), whitening)
     store = DrawFile(fitting.request.target, num_chains=options.chains, num_params=target.layout.num_params)
     resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     resume = ResumableDraws(resumable, store)
@@ -324,10 +315,10 @@ def sample_chains(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
 
 
 def _whitening(fitting: Fitting, options: FitSghmcOptions) -> WhiteCoordinates | None:
-    """The base's, where its covariance preconditions.
+    """Return the base's Gaussian where its covariance preconditions the chains.
 
     Raises:
-        UsageError: asked for, and there is no base, or it is no Gaussian.
+        UsageError: whitening was requested, but there is no base or it is not a Gaussian.
     """
     base = fitting.base
     if not options.may_whiten:
@@ -342,10 +333,10 @@ def _whitening(fitting: Fitting, options: FitSghmcOptions) -> WhiteCoordinates |
     return WhiteCoordinates.of(open_posterior(base.path)[0], fitting.target.device, fitting.target.dtype)
 
 
-def _planned(
+def _make_plan(
     fitting: Fitting, options: FitSghmcOptions, theta: torch.Tensor, whitening: WhiteCoordinates | None
 ) -> tuple[ChainPlan, dict[str, Any]]:
-    """How chains move, and what is told of it."""
+    """Plan the chains. Return the plan and its metrics."""
     run, target = fitting.run, fitting.target
 
     def plan_at(learning_rate: float) -> SghmcPlan:
@@ -384,7 +375,7 @@ def _planned(
 
 
 def _center_of_base(fitting: Fitting) -> list[torch.Tensor]:
-    """The mean (P,) of the base where it is a Gaussian: about where the posterior is."""
+    """Return the mean (P,) of a Gaussian base, which is near the posterior; None for other bases."""
     if fitting.base is None or not fitting.base.is_gaussian:
         return []
     return [open_posterior(fitting.base.path)[0].mean.to(fitting.run.device)]
@@ -395,7 +386,7 @@ def _finite(value: float) -> float | None:
 
 
 def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: SghmcPlan) -> dict[str, Any]:
-    """How the chains agree, and how they moved."""
+    """Return metrics of how the chains agree and how they moved."""
     run, train, target = fitting.run, fitting.train, fitting.target
     num_draws = drawn.draws.shape[1]
     judged_by: str | None = None
@@ -409,9 +400,9 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
         "chains": options.chains,
         "draws": num_draws,
         **fitting.prior.to_meta(),
-        **parameter_metrics(_sized(parameter_judge(run)(drawn.draws), num_draws)),
+        **parameter_metrics(_drop_unknown_sizes(parameter_judge(run)(drawn.draws), num_draws)),
         **prediction_metrics(
-            {name: _sized(judge(drawn.draws), num_draws) for name, judge in judges.items()}, judged_by
+            {name: _drop_unknown_sizes(judge(drawn.draws), num_draws) for name, judge in judges.items()}, judged_by
         ),
         "is_exact": False,
         "epochs": plan.epochs,
@@ -429,10 +420,13 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
     }
 
 
-def _sized(judged: Convergence, num_draws: int) -> Convergence:
-    """The same without effective sample sizes where chains have too few draws to tell any.
+MIN_SIZED_DRAWS = 20  # per chain, to report effective sample sizes
 
-    Of so few the estimator finds no autocorrelation to sum, and ends at its cap, S log10 S of all S draws, however chains disagree.
+
+def _drop_unknown_sizes(judged: Convergence, num_draws: int) -> Convergence:
+    """Remove effective sample sizes where chains have too few draws to estimate them.
+
+    With so few draws the estimator finds no autocorrelation to sum and returns its cap, S log10 S for S draws in all, however chains disagree.
     """
     if num_draws >= MIN_SIZED_DRAWS:
         return judged
@@ -444,10 +438,38 @@ def _sized(judged: Convergence, num_draws: int) -> Convergence:
     return replace(judged, ess_bulk=None, ess_tail=None, undefined=why)
 
 
+LARGE = 0.5  # relative excess of the variance that is worth a warning
+
+
+def warnings(metrics: dict[str, Any]) -> list[str]:
+    """Return the reasons to distrust the draws."""
+    found = []
+    r_hat = deciding_numbers(metrics).r_hat
+    if r_hat is not None and r_hat > GOOD_RHAT:
+        of = " of predictions" if "judged_by" in metrics else ""
+        found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); use more --epochs")
+    steps, batches = metrics["excess_by_steps"], metrics["excess_by_batches"]
+    if steps is None or steps > LARGE:
+        found.append(f"steps are too long for the stiffest direction; {_shorter(metrics)}")
+    if batches is not None and batches > LARGE:
+        found.append(
+            f"minibatch noise makes the variance along the stiffest direction up to {_share(batches)} too large: "
+            "use a larger --batch-size or a smaller --learning-rate"
+        )
+    return found
+
+
+def _shorter(metrics: dict[str, Any]) -> str:
+    """Return advice for shorter steps."""
+    if metrics["learning_rate_by"] == "given":
+        return LEAVE_OUT
+    return f"use a --learning-rate below {metrics['learning_rate']:.3g}"
+
+
 def _write(
     fitting: Fitting, drawn: SghmcRun, meta: Mapping[str, Any], provenance: dict[str, Any], may_replace: bool
 ) -> str:
-    """Publishes draws as hmc does."""
+    """Publish the draws in hmc's format."""
     train, draws = fitting.train, drawn.draws.cpu()
     weight, bias = train.layout.split(draws) if train.is_last_layer else (None, None)
     stats = {}
@@ -473,11 +495,14 @@ def _write(
     )
 
 
-LARGE = 0.5  # a share by which the variance is too large that is worth a warning
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="sghmc", also=weaker_prior(meta))
+    return Report(metrics, summary(metrics))
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
-    """The numbers as lines for people."""
+    """Return the summary for people."""
     lines = [deciding_line(metrics), *other_lines(metrics)]
     starts = "the same weights" if metrics["start"] == "checkpoint" else "separate initialisations"
     lines.append(
@@ -498,31 +523,6 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     )
     lines += val_lines(metrics)
     return lines
-
-
-def warnings(metrics: dict[str, Any]) -> list[str]:
-    """Why these draws may not be the posterior's; empty when nothing speaks against them."""
-    found = []
-    r_hat = deciding_numbers(metrics).r_hat
-    if r_hat is not None and r_hat > GOOD_RHAT:
-        of = " of predictions" if "judged_by" in metrics else ""
-        found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); use more --epochs")
-    steps, batches = metrics["excess_by_steps"], metrics["excess_by_batches"]
-    if steps is None or steps > LARGE:
-        found.append(f"steps are too long for the stiffest direction; {_shorter(metrics)}")
-    if batches is not None and batches > LARGE:
-        found.append(
-            f"minibatch noise makes the variance along the stiffest direction up to {_share(batches)} too large: "
-            "use a larger --batch-size or a smaller --learning-rate"
-        )
-    return found
-
-
-def _shorter(metrics: dict[str, Any]) -> str:
-    """How to have shorter steps."""
-    if metrics["learning_rate_by"] == "given":
-        return LEAVE_OUT
-    return f"use a --learning-rate below {metrics['learning_rate']:.3g}"
 
 
 def _share(value: float | None) -> str:

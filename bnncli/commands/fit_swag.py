@@ -84,25 +84,25 @@ class FitSwagOptions(GivenPriorOptions):
 
     @property
     def num_warmup(self) -> int:
-        """As asked for or by default."""
+        """Return the number given, or the default."""
         return self.warmup if self.warmup is not None else 50 if self.is_last_layer else 5
 
     @property
     def num_epochs(self) -> int:
-        """As asked for or by default."""
+        """Return the number given, or the default."""
         return self.epochs or (100 if self.is_last_layer else 20)
 
     @property
     def num_columns(self) -> int:
-        """As asked for or by default."""
+        """Return the number given, or the default."""
         return self.rank or min(20, self.num_epochs)
 
     def examples_a_step(self, num_examples: int) -> int:
-        """Return the batch size asked for, or the default.
+        """Return the batch size given, or the default.
 
         Raises:
-            UsageError: a step would take all examples, and have no noise.
-            DataError: there is only one.
+            UsageError: a step would take all examples, so it would have no noise.
+            DataError: there is only one example.
         """
         if num_examples < 2:
             raise DataError("fit-swag needs at least two training examples: minibatch noise sets the spread")
@@ -129,11 +129,12 @@ COMMAND = Command(
     place=80,
 )
 
+
 _VECTORS = 12  # of P numbers: theta, momentum, gradients, mean and squares, and these in a state to resume from
 
 
 def run(run: Run, options: FitSwagOptions) -> Result:
-    """Fit and publish; the result's metrics have the learning rate and the spread."""
+    """Fit and publish. The result's metrics have the learning rate and the spread."""
 
     def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
         num_predicting = Mc().default_for(num_params, is_last_layer=options.is_last_layer)
@@ -142,7 +143,6 @@ def run(run: Run, options: FitSwagOptions) -> Result:
         return StochasticFitPlan(num_vectors, 1, options.examples_a_step(num_examples), num_predicting=num_predicting)
 
     def work(fitting: Fitting) -> Fitted:
-
         return fit_gaussian(fitting, options)
 
     asked = TargetFit(
@@ -156,16 +156,10 @@ def run(run: Run, options: FitSwagOptions) -> Result:
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
 
 
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="swag", also=weaker_prior(meta))
-    return Report(metrics, summary(metrics))
-
-
 def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> Fitted:
-    """The Gaussian with what is told of it."""
+    """Run SGD, fit the Gaussian to its iterates and measure it on val."""
     run, target, start = fitting.run, fitting.target, fitting.start
-    plan, told, passes = _planned(fitting, options, start)
+    plan, told, passes = _make_plan(fitting, options, start)
     resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     with resumable.hint(), chosen_instead(options.learning_rate):
         found = fit_swag(
@@ -189,8 +183,10 @@ def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> Fitted:
     return Fitted(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
 
 
-def _planned(fitting: Fitting, options: FitSwagOptions, start: torch.Tensor) -> tuple[SwagPlan, dict[str, Any], float]:
-    """How iterates are made, what is told of it, and the gradient passes that finding it took."""
+def _make_plan(
+    fitting: Fitting, options: FitSwagOptions, start: torch.Tensor
+) -> tuple[SwagPlan, dict[str, Any], float]:
+    """Plan the iterates. Return the plan, its metrics and the gradient passes that planning took."""
     target, run = fitting.target, fitting.run
     batch_size = options.examples_a_step(target.num_examples)
     rate, by, passes = options.learning_rate, "given", 0.0
@@ -220,7 +216,7 @@ def _planned(fitting: Fitting, options: FitSwagOptions, start: torch.Tensor) -> 
 
 
 def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tensor) -> dict[str, Any]:
-    """How the Gaussian was made, and how wide it is."""
+    """Return metrics of the fit and the spread of the Gaussian."""
     target, gaussian = fitting.target, found.gaussian
     shares = gaussian.covariance.marginal_variances() * fitting.prior.diagonal(target.layout, device=target.device)  # type: ignore[attr-defined]
     beside = beside_base(fitting.base, gaussian)
@@ -252,8 +248,34 @@ def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tens
 TOO_NARROW = 1e-6
 
 
+def warnings(metrics: dict[str, Any]) -> list[str]:
+    """Return the reasons to distrust the spread."""
+    found, rate = [], f"{metrics['learning_rate']:.3g}"
+    slower = LEAVE_OUT if metrics["learning_rate_by"] == "given" else f"use a --learning-rate below {rate}"
+    if metrics["share_wider_than_prior"] > 0:
+        found.append(
+            f"{percent(metrics['share_wider_than_prior'], '.3g')} of the parameters have a larger variance than "
+            f"under the prior, although data lower the variance on average: {slower}, or use a smaller --scale"
+        )
+    if metrics["median_share_of_prior"] < TOO_NARROW:
+        found.append(
+            f"the spread is negligible compared with the prior (median {metrics['median_share_of_prior']:.2g} of "
+            f"its variance): use a --learning-rate above {rate}"
+        )
+    if metrics["num_still"]:
+        had = "has" if metrics["num_still"] == 1 else "have"
+        found.append(f"{counted(metrics['num_still'], 'parameter')} did not move and {had} almost no variance")
+    return found
+
+
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="swag", also=weaker_prior(meta))
+    return Report(metrics, summary(metrics))
+
+
 def summary(metrics: dict[str, Any]) -> list[str]:
-    """The numbers as lines for people."""
+    """Return the summary for people."""
     how = {
         "given": "as given",
         "noise": "from the gradient noise",
@@ -278,23 +300,3 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     )
     lines += val_lines(metrics)
     return lines
-
-
-def warnings(metrics: dict[str, Any]) -> list[str]:
-    """Why this spread is no posterior's; empty when nothing speaks against it."""
-    found, rate = [], f"{metrics['learning_rate']:.3g}"
-    slower = LEAVE_OUT if metrics["learning_rate_by"] == "given" else f"use a --learning-rate below {rate}"
-    if metrics["share_wider_than_prior"] > 0:
-        found.append(
-            f"{percent(metrics['share_wider_than_prior'], '.3g')} of the parameters have a larger variance than "
-            f"under the prior, although data lower the variance on average: {slower}, or use a smaller --scale"
-        )
-    if metrics["median_share_of_prior"] < TOO_NARROW:
-        found.append(
-            f"the spread is negligible compared with the prior (median {metrics['median_share_of_prior']:.2g} of "
-            f"its variance): use a --learning-rate above {rate}"
-        )
-    if metrics["num_still"]:
-        had = "has" if metrics["num_still"] == 1 else "have"
-        found.append(f"{counted(metrics['num_still'], 'parameter')} did not move and {had} almost no variance")
-    return found

@@ -1,4 +1,4 @@
-"""fit-temperature: fit the one number that all logits are divided by."""
+"""fit-temperature: fit one number that divides all logits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: FitTemperatureOptions) -> Result:
-    """Fit and publish; the result's metrics have the temperature and the NLL before and after."""
+    """Fit and publish. The result's metrics have the temperature and the NLL before and after."""
     val = require_labeled_val(run, "a temperature is fitted")
     sources, base_path = [val.source], None
     if options.base is not None:
@@ -79,7 +79,6 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
     )
 
     def fit() -> Fitted:
-
         return fit_factor(run, val, base_path)
 
     return produce_posterior(run, request, fit, _report)
@@ -100,21 +99,6 @@ def _check_has_center(path: Path, header: Header) -> None:
         )
 
 
-def _report(meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-
-    def said(name: str, form: str) -> str:
-        value, error = metrics[name]["value"], metrics[name]["standard_error"]
-        return f"{value:{form}}" + ("" if error is None else f" +- {error:.4f}")
-
-    lines = [
-        f"temperature {metrics['temperature']:.4g}, fitted on {metrics['num_examples']} val examples",
-        f"val NLL {said('val_nll_before', '.4f')} before, {said('val_nll_after', '.4f')} after; "
-        f"change {said('val_nll_change', '+.4f')}",
-    ]
-    return Report(metrics, lines)
-
-
 _WHY_UNBOUNDED = {
     "separable": "the correct class has the largest logit in every val example, so a lower temperature is always better",
     "hopeless": "the logits predict the val labels so poorly that a higher temperature is always better",
@@ -122,7 +106,7 @@ _WHY_UNBOUNDED = {
 
 
 def fit_factor(run: Run, val: Split, base_path: Path | None) -> Fitted:
-    """The network, or the mean of the base, divided by the best temperature."""
+    """Divide the network's head, or the mean of the base, by the best temperature."""
     theta, layout, told = val.start(), val.layout, {}
     judged: Any = Point(theta, layout)
     if base_path is not None:
@@ -163,6 +147,21 @@ def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:
 
 
 def _mean(losses: Tensor) -> dict[str, float | None]:
-    """The mean of (N,) and its standard error; None for one example."""
+    """Return the mean of (N,) values and its standard error; None as the error of one example."""
     error = float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else None
     return {"value": float(losses.mean()), "standard_error": error}
+
+
+def _report(meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+
+    def said(name: str, form: str) -> str:
+        value, error = metrics[name]["value"], metrics[name]["standard_error"]
+        return f"{value:{form}}" + ("" if error is None else f" +- {error:.4f}")
+
+    lines = [
+        f"temperature {metrics['temperature']:.4g}, fitted on {metrics['num_examples']} val examples",
+        f"val NLL {said('val_nll_before', '.4f')} before, {said('val_nll_after', '.4f')} after; "
+        f"change {said('val_nll_change', '+.4f')}",
+    ]
+    return Report(metrics, lines)

@@ -110,40 +110,40 @@ class FitViOptions(GivenPriorOptions):
 
     @property
     def chosen_estimator(self) -> str:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         return self.estimator or ("local" if self.is_last_layer and self.optimizer == "adam" else "reparam")
 
     def num_epochs(self, num_examples: int) -> int:
-        """As asked for or by default: of few examples as many as make enough steps."""
+        """Return the number given, or the default, which is larger for few examples so that there are enough steps."""
         num_batches = -(-num_examples // self.examples_a_step)
         by_default, steps = (200, LEAST_STEPS) if self.is_last_layer else (20, LEAST_NETWORK_STEPS)
         return self.epochs or max(by_default, -(-steps // num_batches))
 
     @property
     def examples_a_step(self) -> int:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         return self.batch_size or (1024 if self.is_last_layer else 128)
 
     @property
     def first_rate(self) -> float:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         by_default = 0.01 if self.optimizer == "adam" else 0.1
         return self.learning_rate or by_default * (1 if self.is_last_layer else 0.1)
 
     @property
     def draws_a_step(self) -> int:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         by_default = 4 if self.is_last_layer and self.chosen_estimator == "reparam" else 1
         return self.num_draws or by_default
 
     @property
     def rounds_of_patience(self) -> int:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         return self.patience if self.patience is not None else 0 if self.optimizer == "ivon" else 20
 
     @property
     def num_elbo_draws(self) -> int:
-        """As asked for or by default."""
+        """Return the value given, or the default."""
         return self.elbo_draws or (256 if self.is_last_layer else 32)
 
 
@@ -161,13 +161,14 @@ COMMAND = Command(
     place=70,
 )
 
+
 _VECTORS = (
     24  # of P numbers: means, standard deviations, gradients, the optimizer's, and these in a state to resume from
 )
 
 
 def run(run: Run, options: FitViOptions) -> Result:
-    """Fit and publish; the result's metrics have the ELBO."""
+    """Fit and publish. The result's metrics have the ELBO."""
 
     def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
         return StochasticFitPlan(
@@ -179,7 +180,6 @@ def run(run: Run, options: FitViOptions) -> Result:
         )
 
     def work(fitting: Fitting) -> Fitted:
-
         return fit_gaussian(fitting, options)
 
     asked = TargetFit(
@@ -194,14 +194,8 @@ def run(run: Run, options: FitViOptions) -> Result:
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
 
 
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="vi", also=weaker_prior(meta))
-    return Report(metrics, summary(metrics))
-
-
 def fit_gaussian(fitting: Fitting, options: FitViOptions) -> Fitted:
-    """The Gaussian with what is told of it."""
+    """Fit the Gaussian and measure its ELBO and its scores on val."""
     run, target, start = fitting.run, fitting.target, fitting.start
     if options.start == "init":
         start = initial_theta(fitting.train.layout, 1, stream_seed(run.compute.seed, "fit-vi/start"))[0]
@@ -247,21 +241,8 @@ def fit_gaussian(fitting: Fitting, options: FitViOptions) -> Fitted:
     return Fitted(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
 
 
-def _shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[dict[str, Any] | None, str | None]:
-    """By how much the objective is below its maximum, where that can be told, and why more epochs may help."""
-    target, gaussian = fitting.target, found.gaussian
-    if not target.is_concave:
-        return None, found.doubt
-    left = estimate_shortfall(
-        target, gaussian, kl_weight=plan.kl_weight, generator=fitting.run.stream("fit-vi/shortfall")
-    )
-    is_large = left.is_large(len(gaussian.mean))
-    doubt = f"is about {left.value:.3g} nats below its maximum" if is_large else None
-    return {"value": left.value, "standard_error": left.standard_error, "is_large": is_large}, doubt
-
-
 def _metrics(fitting: Fitting, options: FitViOptions, plan: ViPlan, found: ViFit) -> dict[str, Any]:
-    """The ELBO by fresh draws on the full data, and how it was reached."""
+    """Return the ELBO from fresh draws on the full data, and metrics of the fit."""
     run, target, gaussian = fitting.run, fitting.target, found.gaussian
     estimate = elbo(
         target,
@@ -300,8 +281,27 @@ def _metrics(fitting: Fitting, options: FitViOptions, plan: ViPlan, found: ViFit
     }
 
 
+def _shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[dict[str, Any] | None, str | None]:
+    """Return how far the objective is below its maximum, where known, and why more epochs may help."""
+    target, gaussian = fitting.target, found.gaussian
+    if not target.is_concave:
+        return None, found.doubt
+    left = estimate_shortfall(
+        target, gaussian, kl_weight=plan.kl_weight, generator=fitting.run.stream("fit-vi/shortfall")
+    )
+    is_large = left.is_large(len(gaussian.mean))
+    doubt = f"is about {left.value:.3g} nats below its maximum" if is_large else None
+    return {"value": left.value, "standard_error": left.standard_error, "is_large": is_large}, doubt
+
+
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="vi", also=weaker_prior(meta))
+    return Report(metrics, summary(metrics))
+
+
 def summary(metrics: dict[str, Any]) -> list[str]:
-    """The numbers as lines for people."""
+    """Return the summary for people."""
     elbo = metrics["elbo"]
     lines = [
         f"ELBO {elbo['value']:.2f} +- {elbo['standard_error']:.2f} nats ({metrics['elbo_draws']} draws, full "

@@ -1,4 +1,4 @@
-"""help: what a topic says. The command line knows the topics; this hands them on."""
+"""help: print a topic, which the command line provides."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ COMMAND = Command(
 
 
 def run(run: Run, options: Any) -> Result:
-    """The lines of the topic."""
+    """Return the lines of the topic."""
     lines: list[str] = run.arguments["lines"]
     return Result(extra={"topic": run.arguments["topic"], "lines": lines}, lines=lines)

@@ -18,10 +18,11 @@ from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding_numbers
 from bnncli.evaluation.verdict import LOW_BFMI, lowest_bfmi
 from bnncli.inference import memory
-from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, sample_hmc
+from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, draw_goals, sample_hmc
 from bnncli.inference.laplace import complete_draws, fit_gaussian
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.network_memory import NetworkDraws
+from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.prior_variants import PriorTrial, climb_prior
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
@@ -30,7 +31,7 @@ from bnncli.numerics.digests import tensor_digest
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import option
 from bnncli.options.shared import AUTO, Condition, SearchedPriorOptions, TargetOptions, parse_until, unmet
-from bnncli.parameters.layouts import MatrixLayout, ParamLayout
+from bnncli.parameters.layouts import MatrixLayout
 from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
@@ -78,7 +79,7 @@ from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import Target, counting_passes
 from bnncli.targets.variants import choose_gradient
 
-_TRIED_DRAWS = 256  # of all chains together
+_TRIAL_DRAWS = 256  # in a trial, over all chains
 
 
 @dataclass(frozen=True)
@@ -179,17 +180,17 @@ class HmcOptions(SearchedPriorOptions, TargetOptions):
             raise UsageError("\0until\0: rhat needs at least two \0chains\0")
 
     @property
-    def tried(self) -> tuple[int, int]:
-        """Warm-up and draws of a short run that tries a prior precision, of each chain.
+    def trial_draws(self) -> tuple[int, int]:
+        """Return the warm-up and the draws per chain of a short run that tries a prior precision.
 
-        Chains go on from a neighbouring prior's, so that a dozen transitions settle them: on 397 digits the val NLL is within .005 of that
-        of 260 draws.
+        Chains continue from those of a neighbouring prior, so a dozen transitions settle them. On 397 digits the val NLL is within
+        0.005 of that of 260 draws.
         """
-        return min(12, self.warmup), min(self.draws // 4, -(-_TRIED_DRAWS // self.chains))
+        return min(12, self.warmup), min(self.draws // 4, -(-_TRIAL_DRAWS // self.chains))
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """What --until asks for; nothing without it."""
+        """Return the conditions of --until; none without it."""
         return () if self.until is None else parse_until(self.until, "\0until\0")
 
 
@@ -209,147 +210,52 @@ COMMAND = Command(
     place=50,
 )
 
-_LEAST_TRIED = 64  # draws: of fewer the val NLL is noise
+
+_LEAST_DRAWS = 64  # in a trial, over all chains; with fewer the val NLL is noise
 
 
 def run(run: Run, options: HmcOptions) -> Result:
-    """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
+    """Sample and publish. The result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
     if options.max_draws is not None and options.until is None:
         raise UsageError("--max-draws is a limit for --until; give --until too")
     require_features(run)
     base = find_base(run, options)
     train = load_fitted(run, fit_on(base.header if base else None))
     held_out = held_out_of(train, load_split(run, "val") if "val" in run.folder.splits() else None)
-    val = held_out if held_out is not None and held_out.content.labels is not None else None
-    num_tried = options.chains * options.tried[1]
-    too_short = f"a quarter of the draws is {num_tried}" if num_tried < _LEAST_TRIED else None
-    options = with_prior_choice(run, options, val, num_drawn=num_tried, too_short=too_short)
+    num_drawn = options.chains * options.trial_draws[1]
+    too_short = f"a quarter of the draws is {num_drawn}" if num_drawn < _LEAST_DRAWS else None
+    options = with_prior_choice(run, options, _labeled(held_out), num_drawn=num_drawn, too_short=too_short)
     run.require_device()
-    prepare = _last_layer if options.is_last_layer else prepare_network
+    prepare = _prepare_last_layer if options.is_last_layer else _prepare_network
     request, fit = prepare(run, options, train, held_out, base)
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta, options))
 
 
-def _last_layer(
-    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
-) -> tuple[Request, Callable[[], Fitted]]:
-    """The request for draws of the last layer, and what makes them."""
-    span = span_to_fit(run, train)
-    sizes: dict[str, Any] = {"num_chains": options.chains, "whole": train.layout if span else None}
-    request = posterior_request(
-        run,
-        "hmc",
-        kind="samples",
-        params=request_params(run, options, base),
-        algo_rev=_revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params),
-        sources=request_sources(train, held_out, base),
-        checkpoint=train.checkpoint,
-        estimated_bytes=lambda: memory.draw_storage_bytes(train.layout.num_params, options.chains * options.draws),
-        require=lambda: memory.require_sampling(span or train.layout, run.device_name, **sizes),
-    )
-
-    def fit() -> Fitted:
-
-        def space_at(prior: Prior, before: Space | None) -> Space:
-            return last_layer(run, options, train, held_out, prior=prior, base=base, span=span, before=before)
-
-        prior, told = prior_of(options, base), dict[str, Any]()
-        if options.prior_precision == AUTO and held_out is not None:
-            told = (stored_search(request) if options.resume else None) or choose_prior(
-                run, options, prior, held_out, space_at
-            )
-            prior = Prior.from_meta(told, mean=prior.mean) or prior
-        space = space_at(prior, None)
-        space = replace(space, passes=space.passes + told.get("prior_precision_search_passes", 0))
-        return Sampling(run, options, request, prior, space, told).fit()
-
-    return request, fit
-
-
-def _report(run: Run, request: Request, meta: Mapping[str, Any], options: HmcOptions) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="hmc", also=weaker_prior(meta))
-    return Report(metrics, summary(metrics), verdict(metrics, options))
-
-
-_ACCEPT = 0.8  # that short runs aim at: the most draws a second
-
-
-def choose_prior(
-    run: Run,
-    options: HmcOptions,
-    prior: Prior,
-    val: Split,
-    space_at: Callable[[Prior, Space | None], Space],
-) -> dict[str, Any]:
-    """Return the metrics of the search, the chosen prior among them.
-
-    Args:
-        prior: of the base: where the search starts.
-        val: labelled.
-        space_at: where chains of a prior move, whose mode may be found from that of another.
-    """
-    features, labels = val.features(run.device), val.labels(run.device)
-    limit = options.warmup + options.draws
-    num_warmup, num_draws = options.tried
-    passes = 0.0
-
-    def try_at(precision: float, before: PriorTrial | None) -> PriorTrial:
-        nonlocal passes
-        tried = prior.times(precision / prior.weight_precision)
-        space = space_at(tried, None if before is None else before.found[1])
-        drawn = sample_hmc(
-            space.target,
-            mode=space.center,
-            covariance=space.covariance,
-            generator=run.stream("hmc/prior"),
-            num_chains=options.chains,
-            num_warmup=num_warmup,
-            num_draws=num_draws,
-            target_accept=min(_ACCEPT, options.target_accept),
-            dispersion=1.0,
-            go_on=None if before is None else before.found[2],
-            dynamics=options.dynamics,
-            coarse=space.coarse,
-            complete=space.complete,
-            progress=run.console,
-        )
-        held_out = space.train.target(tried, run.device).held_out(features, labels)
-        losses = held_out.losses(drawn.draws.flatten(0, 1).to(run.device))
-        passes += space.passes + options.chains * (drawn.num_gradients or 0)
-        steps = float(drawn.n_steps.double().mean())
-        return PriorTrial(
-            precision, losses.cpu(), float(drawn.num_gradients or 0), limit * steps, (tried, space, drawn)
-        )
-
-    found = climb_prior(try_at, prior.weight_precision, progress=run.console)
-    return prior_metrics(found, found.best.found[0], passes=passes)
-
-
-_SMALLEST_GROUP = 4  # chains a product; on two cores each of fewer costs a third more, of 16 a tenth less
-_MOST_PREDICTING = 2**26  # numbers of the draws that predict val: 256 MiB, and on two cores 15 s for 10,000 examples
-Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
+def _labeled(split: Split | None) -> Split | None:
+    return None if split is None or split.content.labels is None else split
 
 
 @dataclass(frozen=True)
 class Space:
-    """Where chains move, and by what they are judged.
+    """The space in which chains move, and how they are judged.
+
+    Chains may move in a smaller space of P' coordinates, the span of the features, from which `complete` draws theta (P,).
 
     Args:
-        train: the training split, whose layout is of all of theta.
-        target: over what moves.
-        center: (P',), of the Gaussian that whitens.
-        covariance: its.
-        complete: makes all of theta of what moves; None where the chains move over all of it.
-        coarse: the gradient that kicks, as for sample_hmc.
-        dispersion: of the starts.
-        predictions: how chains agree on log probabilities of labels, by whose they are: heldout, train.
-        judged_by: whose numbers decide about the chains; None for the parameters'.
-        val: labelled, as the posterior sees it, where there is one: what the draws are worth is measured there.
-        identity: of the whitening: what a state to resume from must have been made with.
-        meta: what the artifact records besides.
-        passes: gradient passes over the data that the whitening took.
-        smallest_group: chains that one product is of at least, where workers share them out.
+        train: training split, with the layout of theta.
+        target: log posterior of the coordinates.
+        center: mean (P',) of the Gaussian that whitens them.
+        covariance: covariance of that Gaussian.
+        identity: names the whitening. A run resumes only from a state with the same one.
+        complete: draws theta given the coordinates; None where the chains move over theta itself.
+        coarse: gradient for the leapfrog kicks, as for sample_hmc.
+        dispersion: width of the starts, in standard deviations of the Gaussian.
+        predictions: split name (heldout, train) to the judge of how chains agree on log probabilities of its labels.
+        judged_by: split whose predictions decide whether the chains converged; None to decide by the parameters.
+        val: labelled split, as the posterior sees it, to score the draws on.
+        meta: further metadata of the artifact.
+        passes: gradient passes over the data to find the Gaussian.
+        smallest_group: fewest chains in one batch where workers share them.
     """
 
     train: Split
@@ -368,7 +274,45 @@ class Space:
     smallest_group: int = 1
 
 
-def last_layer(
+def _prepare_last_layer(
+    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
+) -> tuple[Request, Callable[[], Fitted]]:
+    """Return the request for draws of the last layer, and the function that draws them."""
+    span = span_to_fit(run, train)
+    sizes: dict[str, Any] = {"num_chains": options.chains, "whole": train.layout if span else None}
+    request = posterior_request(
+        run,
+        "hmc",
+        kind="samples",
+        params=request_params(run, options, base),
+        algo_rev=_revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params),
+        sources=request_sources(train, held_out, base),
+        checkpoint=train.checkpoint,
+        estimated_bytes=lambda: memory.draw_storage_bytes(train.layout.num_params, options.chains * options.draws),
+        require=lambda: memory.require_sampling(span or train.layout, run.device_name, **sizes),
+    )
+
+    def fit() -> Fitted:
+        def space_at(prior: Prior, before: Space | None) -> Space:
+            return whiten_last_layer(run, options, train, held_out, prior=prior, base=base, span=span, before=before)
+
+        prior, search = prior_of(options, base), dict[str, Any]()
+        if options.prior_precision == AUTO and held_out is not None:
+            search = (stored_search(request) if options.resume else None) or choose_prior(
+                run, options, prior, held_out, space_at
+            )
+            prior = Prior.from_meta(search, mean=prior.mean) or prior
+        space = space_at(prior, None)
+        space = replace(space, passes=space.passes + search.get("prior_precision_search_passes", 0))
+        return Sampling(run, options, request, prior, space, search).fit()
+
+    return request, fit
+
+
+_SMALLEST_GROUP = 4  # chains per batch; on two cores a chain costs a third more in smaller batches, a tenth less in 16
+
+
+def whiten_last_layer(
     run: Run,
     options: HmcOptions,
     train: Split,
@@ -379,14 +323,14 @@ def last_layer(
     span: MatrixLayout | None,
     before: Space | None = None,
 ) -> Space:
-    """About the exact mode of the last layer's target.
+    """Return the space whitened by the Gaussian at the exact mode of the last layer's target.
 
     Args:
-        held_out: the val split, whose predictions are judged too; None without one.
-        prior: of the target.
-        base: whose Gaussian whitens, where it is that of the same target.
-        span: the layout inside the span of the features, where the chains move; None where they move over all of theta.
-        before: of another prior, from whose mode this one's is looked for.
+        held_out: val split, whose predictions are judged too; None without one.
+        prior: prior of the target.
+        base: posterior whose Gaussian is used where it is that of the same target.
+        span: layout inside the span of the features, where the chains move; None where they move over theta.
+        before: space of another prior, whose mode is the start of the search for this one's.
     """
     target = train.target(prior, run.device)
     whole = train.layout if span else None
@@ -402,7 +346,7 @@ def last_layer(
     )
     rows = row_space(target) if span else None
     with counting_passes() as tally:
-        gaussian = None if rows is not None else _gaussian_of(base, prior, structure, train)
+        gaussian = None if rows is not None else _reusable_gaussian(base, prior, structure, train)
         if gaussian is None:
             if structure != own and before is None:
                 run.console.info(
@@ -426,39 +370,215 @@ def last_layer(
         complete=None if rows is None else partial(complete_draws, rows=rows, prior=prior.to(run.device)),
         coarse=choose_gradient(options.gradients, target, gaussian.mean),
         predictions=head_judges(run, train, held_out),
-        val=held_out if held_out is not None and held_out.content.labels is not None else None,
+        val=_labeled(held_out),
         meta={**fit_on_meta(base.header if base else None), **({} if rows is None else {"row_space_rank": rows.rank})},
         passes=tally.passes,
         smallest_group=_SMALLEST_GROUP,
     )
 
 
-def _gaussian_of(base: Base | None, prior: Prior, structure: str, train: Split) -> Gaussian | None:
-    """The base's, where it is the one that would be made: of these examples and this prior, at their mode, in this structure."""
+def _reusable_gaussian(base: Base | None, prior: Prior, structure: str, train: Split) -> Gaussian | None:
+    """Return the base's Gaussian where a fit would repeat it: same examples, prior and structure, at the mode."""
     if base is None or not base.is_gaussian or not base.prior.is_close(prior):
         return None
     meta, inputs = base.header.meta, base.header.provenance["inputs"]
-    is_it = (meta.get("method"), meta.get("center"), meta.get("structure")) == ("laplace", "mode", structure)
+    is_same = (meta.get("method"), meta.get("center"), meta.get("structure")) == ("laplace", "mode", structure)
     own = {(given["role"], given["content_digest"]) for given in inputs}
-    if not is_it or not own.issuperset((one.role, one.content_digest) for one in train.sources):
+    if not is_same or not own.issuperset((one.role, one.content_digest) for one in train.sources):
         return None
     gaussian: Gaussian = open_posterior(base.path)[0]
     return gaussian
 
 
+_TRIAL_ACCEPTANCE = 0.8  # target acceptance of trials: the most effective draws per second
+
+
+def choose_prior(
+    run: Run,
+    options: HmcOptions,
+    prior: Prior,
+    val: Split,
+    space_at: Callable[[Prior, Space | None], Space],
+) -> dict[str, Any]:
+    """Search for the prior precision with the lowest NLL on val, and return the metrics of the search.
+
+    Args:
+        prior: prior of the base, where the search starts.
+        val: labelled split.
+        space_at: returns the space of a prior, given that of a neighbouring one to start from.
+    """
+    features, labels = val.features(run.device), val.labels(run.device)
+    limit = options.warmup + options.draws
+    num_warmup, num_draws = options.trial_draws
+    passes = 0.0
+
+    def try_at(precision: float, before: PriorTrial | None) -> PriorTrial:
+        nonlocal passes
+        own_prior = prior.times(precision / prior.weight_precision)
+        space = space_at(own_prior, None if before is None else before.found[1])
+        drawn = sample_hmc(
+            space.target,
+            mode=space.center,
+            covariance=space.covariance,
+            generator=run.stream("hmc/prior"),
+            num_chains=options.chains,
+            num_warmup=num_warmup,
+            num_draws=num_draws,
+            target_accept=min(_TRIAL_ACCEPTANCE, options.target_accept),
+            dispersion=1.0,
+            go_on=None if before is None else before.found[2],
+            dynamics=options.dynamics,
+            coarse=space.coarse,
+            complete=space.complete,
+            progress=run.console,
+        )
+        held_out = space.train.target(own_prior, run.device).held_out(features, labels)
+        losses = held_out.losses(drawn.draws.flatten(0, 1).to(run.device))
+        passes += space.passes + options.chains * (drawn.num_gradients or 0)
+        steps = float(drawn.n_steps.double().mean())
+        return PriorTrial(
+            precision, losses.cpu(), float(drawn.num_gradients or 0), limit * steps, (own_prior, space, drawn)
+        )
+
+    found = climb_prior(try_at, prior.weight_precision, progress=run.console)
+    return prior_metrics(found, found.best.found[0], passes=passes)
+
+
+@dataclass(frozen=True)
+class PreparedChains:
+    """A run that has been planned but has not read its data.
+
+    Attributes:
+        reader: reads the network and the inputs.
+        layout: layout of the chosen parameters.
+        planned_bytes: memory at the peak.
+    """
+
+    reader: NetworkReader
+    layout: ModuleLayout
+    planned_bytes: int
+
+
+def _prepare_network(
+    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
+) -> tuple[Request, Callable[[], Fitted]]:
+    """Return the request for draws of the network's chosen parameters, and the function that draws them."""
+    if train.content.head_weight is None:
+        raise UsageError(f"--layers {options.layers}: this run has only features, no network")
+
+    @cache
+    def prepared() -> PreparedChains:
+        return plan_chains(run, options, train, held_out, base)
+
+    def estimated_bytes() -> int:
+        if request.target.is_file() and not run.write.force:
+            return request.target.stat().st_size  # up to date: no code runs for that
+        return memory.draw_storage_bytes(prepared().layout.num_params, options.chains * options.draws)
+
+    used = [split for split in (train, held_out) if split is not None]
+    request = posterior_request(
+        run,
+        f"hmc{options.layers_suffix}",
+        kind="samples",
+        params=request_params(run, options, base),
+        algo_rev=_revisions.HMC_OF_LAYERS,
+        sources=[*request_sources(train, held_out, base), *network_sources(used)],
+        checkpoint=train.checkpoint,
+        estimated_bytes=estimated_bytes,
+        require=prepared,
+        estimated_memory=lambda: prepared().planned_bytes,
+    )
+
+    def fit() -> Fitted:
+        prior = prior_of(options, base)
+        return _sample_network(run, options, request, train, held_out, prior=prior, base=base, reader=prepared().reader)
+
+    return request, fit
+
+
+def plan_chains(
+    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
+) -> PreparedChains:
+    """Plan a run from the network and the first example. Raises DeviceError where the chains do not fit in memory."""
+    reader, val = NetworkReader.of(run, options), _labeled(held_out)
+    with reader.recorded.visible():
+        layout = reader.layout(train, options.layers)
+        num_val = 0 if val is None else len(val.content.features)
+        rough = registry.load_class("network_curvature", NetworkTarget.rough_structure)
+        base_bytes = 8 * int(rough.num_elements(layout))
+        if base is not None and base.is_gaussian:
+            base_bytes = base.path.stat().st_size
+        plan = NetworkDraws(layout, len(train.content.features), num_val, base_bytes)
+        planned = plan.require_sampling(run.device, num_chains=options.chains, num_draws=options.draws)
+    return PreparedChains(reader, layout, planned)
+
+
+def _sample_network(
+    run: Run,
+    options: HmcOptions,
+    request: Request,
+    train: Split,
+    held_out: Split | None,
+    *,
+    prior: Prior,
+    base: Base | None,
+    reader: NetworkReader,
+) -> Fitted:
+    with reader.recorded.visible():
+        whole = reader.split(train, options.layers)
+        target = whole.target(prior, run.device)
+        with counting_passes() as tally:
+            center, covariance = _network_gaussian(run, target, whole, base)
+        labeled = _labeled(held_out)
+        val = None if labeled is None else reader.split(labeled, options.layers)
+        judged_by, judged = ("train", whole) if val is None else ("heldout", val)
+        space = Space(
+            whole,
+            target,
+            center,
+            covariance,
+            identity=f"{covariance.structure} {tensor_digest({'center': center, **covariance.to_tensors()})}",
+            dispersion=1.0,  # draws from the Gaussian; from twice its width the chains of a network take long to return
+            predictions={judged_by: network_judge(run, target, judged)},
+            judged_by=judged_by,
+            val=val,
+            meta={"layers": options.layers, **whole.layout.to_meta()},
+            passes=tally.passes,
+        )
+        return Sampling(run, options, request, prior, space).fit()
+
+
+def _network_gaussian(
+    run: Run, target: NetworkTarget, whole: NetworkSplit, base: Base | None
+) -> tuple[torch.Tensor, Covariance]:
+    """Return the mean and covariance of the base's Gaussian or, without one, of a rough Gaussian at the network's weights."""
+    if base is not None and base.is_gaussian:
+        gaussian, _ = open_posterior(base.path)
+        if gaussian.layout != whole.layout:
+            raise DataError(f"{base.path} is over {gaussian.layout}, not {whole.layout}", code="wrong_layout")
+        return gaussian.mean.to(run.device), gaussian.covariance.to(device=run.device)
+    center = whole.start().to(run.device)
+    return center, covariance_at(target, center, target.rough_structure)[0]
+
+
+# Numbers in the draws that predict val: 256 MiB, and on two cores 15 s for 10,000 examples. More draws are thinned.
+_MOST_PREDICTING = 2**26
+Publishing = Callable[[], AbstractContextManager[None]]  # the context in which draws are published
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """One request for draws, and what it needs; told: metrics of what was chosen for it."""
+    """One request for draws. `search` has the metrics of the search for the prior precision."""
 
     run: Run
     options: HmcOptions
     request: Request
     prior: Prior
     space: Space
-    told: Mapping[str, Any] = field(default_factory=dict)
+    search: Mapping[str, Any] = field(default_factory=dict)
 
     def fit(self) -> Fitted:
-        """Draw, judge, and say how to publish."""
+        """Draw, judge the draws and measure them on val."""
         run, options, space, layout = self.run, self.options, self.space, self.space.train.layout
         sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
         drawn, decided, publishing = sample(
@@ -481,14 +601,16 @@ class Sampling:
             options=options,
             prior=self.prior,
         )
-        metrics |= self.told
+        metrics |= self.search
         if drawn.num_gradients is not None:
             passes = options.chains * drawn.num_gradients + space.passes
             metrics |= Cost.of_fit(passes, is_last_layer=space.train.is_last_layer).to_metrics()
         for text in hmc_warnings(metrics):
             run.console.warn(text)
         if space.val is not None:
-            posterior = _some(drawn.draws, layout).to(run.device)
+            step = math.ceil(drawn.draws.numel() / _MOST_PREDICTING)
+            thinned = drawn.draws[:, :: min(step, drawn.draws.shape[1])]
+            posterior = Samples(thinned, layout).to(run.device)
             metrics |= measure_on_val(run, posterior, space.val, method="hmc")
         meta = {
             "method": "hmc",
@@ -502,20 +624,20 @@ class Sampling:
         return Fitted({}, meta, metrics, space.train, write=partial(self._write, drawn), publishing=publishing)
 
     def _sample_hmc(self, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
-        """Draws by our sampler, how they converged, and what removes the resume state once they are published."""
+        """Draw by our sampler. Return the draws, their convergence and a context that removes the resume state on publication."""
         run, options, request, space = self.run, self.options, self.request, self.space
         store = DrawFile(request.target, num_chains=options.chains, num_params=space.train.layout.num_params)
-        # A state holds whitened coordinates: under another whitening they would be other theta.
+        # A state holds whitened coordinates. Under another whitening they would mean another theta.
         workers = self._workers()
         also: dict[str, Any] = {"whitening": space.identity} | ({} if workers is None else {"spread": "chains"})
-        also |= search_identity(self.told)
+        also |= search_identity(self.search)
         resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
         resume = ResumableDraws(resumable, store)
         judgements: dict[int, Convergence] = {}
 
         def is_enough(draws: torch.Tensor) -> bool:
             judged = judgements[draws.shape[1]] = self._decide(draws)
-            run.console.info(_round_line(draws.shape[1], judged))
+            run.console.info(_progress_line(draws.shape[1], judged))
             return not unmet(options.conditions, condition_values(judged))
 
         try:
@@ -540,19 +662,16 @@ class Sampling:
         return drawn, judged, resume.publishing
 
     def _workers(self) -> Workers | None:
-        """Those that share out the chains; None where there are none, or they share out the examples."""
+        """Return the workers that share the chains; None for a single process, or where workers share the examples."""
         others, spread, space = team(), self.options.spread, self.space
         if spread is None:
-            is_near = (
-                space.target.is_resident or not space.train.is_last_layer
-            )  # networks read all data, wherever it lies
-            spread = "chains" if is_near else "examples"
-        return None if others is None or spread == "examples" else Workers(others, self.space.smallest_group)
+            # Each worker of a network reads all data, wherever they lie.
+            can_share_chains = space.target.is_resident or not space.train.is_last_layer
+            spread = "chains" if can_share_chains else "examples"
+        return None if others is None or spread == "examples" else Workers(others, space.smallest_group)
 
     def _sample_nuts(self, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
-        """The same by Pyro's NUTS, which cannot be continued."""
-        from bnncli.inference.nuts import sample_nuts
-
+        """Draw by Pyro's NUTS, which cannot be resumed."""
         drawn = sample_nuts(self.space.target, seed=self.run.stream("hmc/nuts").initial_seed() % 2**31, **common)
         if self.space.complete is not None:
             inside = drawn.draws.flatten(0, 1).double()
@@ -563,7 +682,7 @@ class Sampling:
         return drawn, self._decide(drawn.draws), nullcontext
 
     def _decide(self, draws: torch.Tensor) -> Convergence:
-        """How the chains agree on what decides."""
+        """Return the convergence of the quantity that decides."""
         by = self.space.judged_by
         return parameter_judge(self.run)(draws) if by is None else self.space.predictions[by](draws)
 
@@ -582,14 +701,70 @@ class Sampling:
         )
 
 
-def _some(draws: torch.Tensor, layout: ParamLayout) -> Samples:
-    """All draws (C, T, P); every n-th of each chain where all would take much memory."""
-    step = math.ceil(draws.numel() / _MOST_PREDICTING)
-    return Samples(draws[:, :: min(step, draws.shape[1])], layout)
+def hmc_metrics(
+    drawn: HmcRun,
+    judged: Convergence,
+    *,
+    predictions: Mapping[str, Convergence],
+    judged_by: str | None,
+    options: HmcOptions,
+    prior: Prior,
+) -> dict[str, Any]:
+    """Return the metrics of a run.
+
+    Args:
+        judged: convergence of the parameters.
+        predictions: split name (heldout, train) to the convergence of log probabilities of its labels.
+        judged_by: split whose predictions decide whether the chains converged; None to decide by the parameters.
+    """
+    num_draws = drawn.draws.shape[1]
+    decided = judged if judged_by is None else predictions[judged_by]
+    is_met = bool(options.conditions) and not unmet(options.conditions, condition_values(decided))
+    return {
+        "sampler": options.sampler,
+        "dynamics": options.dynamics if options.sampler == "hmc" else None,
+        **({} if options.gradients == "float32" else {"gradients": options.gradients}),
+        "chains": options.chains,
+        "draws": num_draws,
+        **prior.to_meta(),
+        **parameter_metrics(judged),
+        # Numbers that decided when to stop do not estimate those of a run of this length.
+        "stopped_by": options.until if is_met else None,
+        "until_looks": sum(goal <= num_draws for goal in draw_goals(options.draws, options.max_draws))
+        if options.conditions
+        else None,
+        **prediction_metrics(predictions, judged_by),
+        "min_bfmi": None if drawn.energy is None else lowest_bfmi(drawn.energy.cpu().numpy()),
+        "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
+        "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
+        "divergences": int(drawn.diverging.sum()),
+        "step_size": drawn.step_size,
+        "mean_steps": float(drawn.n_steps.double().mean()),
+    }
 
 
-def _round_line(num_draws: int, judged: Convergence) -> str:
-    """How far --until is."""
+def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
+    """Return the reasons to distrust the draws."""
+    found = []
+    r_hat = deciding_numbers(metrics).r_hat
+    if r_hat is not None and r_hat > GOOD_RHAT:
+        of = " of predictions" if "judged_by" in metrics else ""
+        found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}")
+    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
+        lowest = metrics["lowest_chain_acceptance"]
+        found.append(f"a chain is stuck: it accepts {percent(lowest)} of its moves; {_remedy(metrics)}")
+    if metrics["divergences"]:
+        diverged = "1 trajectory" if metrics["divergences"] == 1 else f"{metrics['divergences']} trajectories"
+        found.append(f"{diverged} diverged; try a higher --target-accept")
+    if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < LOW_BFMI:
+        found.append(
+            f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {LOW_BFMI}); the tails "
+            "may be missing, so use more --draws or a larger --prior-precision"
+        )
+    return found
+
+
+def _progress_line(num_draws: int, judged: Convergence) -> str:
     if judged.ess_bulk is None or judged.ess_tail is None:
         return f"{num_draws} draws per chain: {judged.undefined}"
     r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.4f}"
@@ -597,7 +772,7 @@ def _round_line(num_draws: int, judged: Convergence) -> str:
 
 
 def sample_file(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
-    """Draws and statistics under the names of the ArviZ schema."""
+    """Return the draws and their statistics under the names of the ArviZ schema."""
     draws = drawn.draws.cpu()
     weight, bias = train.layout.split(draws) if train.is_last_layer else (None, None)
     stats = {
@@ -617,177 +792,14 @@ def sample_file(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
     )
 
 
-def prepare_network(
-    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
-) -> tuple[Request, Callable[[], Fitted]]:
-    """The request for draws of the network's chosen parameters, and what makes them."""
-    if train.content.head_weight is None:
-        raise UsageError(f"--layers {options.layers}: this run has only features, no network")
-
-    @cache
-    def prepared() -> PreparedChains:
-
-        return prepare(run, options, train, held_out, base)
-
-    def estimated_bytes() -> int:
-        if request.target.is_file() and not run.write.force:
-            return request.target.stat().st_size  # up to date: no code runs for that
-        return memory.draw_storage_bytes(prepared().layout.num_params, options.chains * options.draws)
-
-    used = [split for split in (train, held_out) if split is not None]
-    request = posterior_request(
-        run,
-        f"hmc{options.layers_suffix}",
-        kind="samples",
-        params=request_params(run, options, base),
-        algo_rev=_revisions.HMC_OF_LAYERS,
-        sources=[*request_sources(train, held_out, base), *network_sources(used)],
-        checkpoint=train.checkpoint,
-        estimated_bytes=estimated_bytes,
-        require=prepared,
-        estimated_memory=lambda: prepared().planned_bytes,
-    )
-
-    def fit() -> Fitted:
-
-        prior = prior_of(options, base)
-        return sample_network(run, options, request, train, held_out, prior=prior, base=base, prepared=prepared())
-
-    return request, fit
-
-
-DISPERSION = (
-    1.0  # chains of a network start as draws of the Gaussian: of twice that width they would take long to come back
-)
-
-
-@dataclass(frozen=True)
-class PreparedChains:
-    """A run, before its data are read.
-
-    Attributes:
-        reader: of the network and the inputs.
-        layout: of the chosen parameters.
-        planned_bytes: of memory, at the peak.
-    """
-
-    reader: NetworkReader
-    layout: ModuleLayout
-    planned_bytes: int
-
-
-def prepare(run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None) -> PreparedChains:
-    """What will move, of the network and the first example. Raises DeviceError where the chains have no room."""
-    reader = NetworkReader.of(run, options)
-    with reader.recorded.visible():
-        layout = reader.layout(train, options.layers)
-        held = 0 if held_out is None or held_out.content.labels is None else len(held_out.content.features)
-        base_bytes = 8 * int(
-            registry.load_class("network_curvature", NetworkTarget.rough_structure).num_elements(layout)
-        )
-        if base is not None and base.is_gaussian:
-            base_bytes = base.path.stat().st_size
-        plan = NetworkDraws(layout, len(train.content.features), held, base_bytes)
-        planned = plan.require_sampling(run.device, num_chains=options.chains, num_draws=options.draws)
-    return PreparedChains(reader, layout, planned)
-
-
-def sample_network(
-    run: Run,
-    options: HmcOptions,
-    request: Request,
-    train: Split,
-    held_out: Split | None,
-    *,
-    prior: Prior,
-    base: Base | None,
-    prepared: PreparedChains,
-) -> Fitted:
-    """The draws with what is told of them."""
-    reader = prepared.reader
-    with reader.recorded.visible():
-        whole = reader.split(train, options.layers)
-        target = whole.target(prior, run.device)
-        with counting_passes() as tally:
-            center, covariance = _gaussian(run, target, whole, base)
-        has_val = held_out is not None and held_out.content.labels is not None
-        val = reader.split(held_out, options.layers) if held_out is not None and has_val else None
-        judged_by, judged = ("train", whole) if val is None else ("heldout", val)
-        space = Space(
-            whole,
-            target,
-            center,
-            covariance,
-            identity=f"{covariance.structure} {tensor_digest({'center': center, **covariance.to_tensors()})}",
-            dispersion=DISPERSION,
-            predictions={judged_by: network_judge(run, target, judged)},
-            judged_by=judged_by,
-            val=val,
-            meta={"layers": options.layers, **whole.layout.to_meta()},
-            passes=tally.passes,
-        )
-        return Sampling(run, options, request, prior, space).fit()
-
-
-def _gaussian(
-    run: Run, target: NetworkTarget, whole: NetworkSplit, base: Base | None
-) -> tuple[torch.Tensor, Covariance]:
-    """The centre and the covariance that whiten: the base's where it is a Gaussian, else Kronecker factors at the network's weights."""
-    if base is not None and base.is_gaussian:
-        gaussian, _ = open_posterior(base.path)
-        if gaussian.layout != whole.layout:
-            raise DataError(f"{base.path} is over {gaussian.layout}, not {whole.layout}", code="wrong_layout")
-        return gaussian.mean.to(run.device), gaussian.covariance.to(device=run.device)
-    center = whole.start().to(run.device)
-    return center, covariance_at(target, center, target.rough_structure)[0]
-
-
-def hmc_metrics(
-    drawn: HmcRun,
-    judged: Convergence,
-    *,
-    predictions: Mapping[str, Convergence],
-    judged_by: str | None,
-    options: HmcOptions,
-    prior: Prior,
-) -> dict[str, Any]:
-    """The numbers of a run, as its artifact and `--json` give them.
-
-    Args:
-        judged: of the parameters.
-        predictions: of log probabilities of labels: heldout, train.
-        judged_by: whose numbers decide, heldout or train; None for the parameters'.
-    """
-    from bnncli.inference.hmc import draw_goals
-
-    num_draws = drawn.draws.shape[1]
-    decided = judged if judged_by is None else predictions[judged_by]
-    is_met = bool(options.conditions) and not unmet(options.conditions, condition_values(decided))
-    return {
-        "sampler": options.sampler,
-        "dynamics": options.dynamics if options.sampler == "hmc" else None,
-        **({} if options.gradients == "float32" else {"gradients": options.gradients}),
-        "chains": options.chains,
-        "draws": num_draws,
-        **prior.to_meta(),
-        **parameter_metrics(judged),
-        # What chose the stop is no longer an estimate of what runs of this length have.
-        "stopped_by": options.until if is_met else None,
-        "until_looks": sum(goal <= num_draws for goal in draw_goals(options.draws, options.max_draws))
-        if options.conditions
-        else None,
-        **prediction_metrics(predictions, judged_by),
-        "min_bfmi": None if drawn.energy is None else lowest_bfmi(drawn.energy.cpu().numpy()),
-        "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
-        "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
-        "divergences": int(drawn.diverging.sum()),
-        "step_size": drawn.step_size,
-        "mean_steps": float(drawn.n_steps.double().mean()),
-    }
+def _report(run: Run, request: Request, meta: Mapping[str, Any], options: HmcOptions) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="hmc", also=weaker_prior(meta))
+    return Report(metrics, summary(metrics), verdict(metrics, options))
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
-    """The numbers as lines for people."""
+    """Return the summary for people."""
     lines = [*prior_line(metrics), deciding_line(metrics)]
     if metrics.get("stopped_by") is not None:
         lines.append(
@@ -808,29 +820,8 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
-    """Why these draws may not be the posterior's; empty when nothing speaks against them."""
-    found = []
-    r_hat = deciding_numbers(metrics).r_hat
-    if r_hat is not None and r_hat > GOOD_RHAT:
-        of = " of predictions" if "judged_by" in metrics else ""
-        found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}")
-    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
-        lowest = metrics["lowest_chain_acceptance"]
-        found.append(f"a chain is stuck: it accepts {percent(lowest)} of its moves; {_remedy(metrics)}")
-    if metrics["divergences"]:
-        diverged = "1 trajectory" if metrics["divergences"] == 1 else f"{metrics['divergences']} trajectories"
-        found.append(f"{diverged} diverged; try a higher --target-accept")
-    if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < LOW_BFMI:
-        found.append(
-            f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {LOW_BFMI}); the tails "
-            "may be missing, so use more --draws or a larger --prior-precision"
-        )
-    return found
-
-
 def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
-    """The failure that --until or --max-rhat asks for; an undefined value passes neither."""
+    """Return the failure where --until or --max-rhat is not met. An undefined value meets neither."""
     decided = deciding_numbers(metrics)
     values = condition_values(decided)
     missed = unmet(options.conditions, values)
@@ -852,7 +843,7 @@ def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
 
 
 def condition_values(numbers: Convergence) -> dict[str, float | None]:
-    """What the conditions of --until are about, by the names they have there."""
+    """Return the numbers that conditions of --until compare, by their names there."""
     return {"rhat": numbers.r_hat, "ess": numbers.ess_bulk, "ess-tail": numbers.ess_tail}
 
 
@@ -861,7 +852,6 @@ def _shown(value: float | None) -> str:
 
 
 def _remedy(metrics: dict[str, Any]) -> str:
-    """What most likely helps."""
     if metrics["chains"] == 1:
         return "use more --chains"
     if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:

@@ -17,7 +17,9 @@ import numpy as np
 
 from bnncli import registry
 from bnncli.artifacts.files import read_header
+from bnncli.artifacts.hdf5 import array_shapes
 from bnncli.artifacts.headers import Header, check_is_file
+from bnncli.artifacts.posteriors import tensor_shapes
 from bnncli.data import sound
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.models.build import recognise_networks
@@ -70,42 +72,7 @@ def _path_of(text: str) -> Path:
     return Path(place).expanduser() if is_spec else Path(text)
 
 
-def recognised_model(path: Path) -> tuple[str, str] | None:
-    """What --model would name a checkpoint or a saved model, and the line that runs it; None where that cannot be told."""
-    try:
-        found = folder_found(path) if path.is_dir() else _by_name(path) or _other(path)
-    except (BnnError, OSError):  # said where it is used
-        return None
-    return None if found.model in (None, "hf:DIR") or found.suggested is None else (str(found.model), found.suggested)
-
-
-def _by_name(path: Path) -> Found | None:
-    """What a file of text is, which its name alone can tell."""
-    with convert_read_errors(path):
-        if path.name.endswith(INDEX_SUFFIX):
-            return _checkpoint(path)
-        return table_found(path)
-
-
-def _other(path: Path) -> Found:
-    """What a file is that is none of ours. Raises what load_checkpoint raises where it is of no kind that is known."""
-    with open_regular(path) as stream:
-        head = stream.read(64)
-        kind = sniff(stream)
-        if kind == "zip":
-            kind = sniff_zip(stream)
-    if kind == "npz":
-        return npz_found(path)
-    if kind == "unknown" and (found := idx_found(path, head)) is not None:
-        return found
-    if kind in PROGRAMS:
-        return program_found(path, kind)
-    return _checkpoint(path)
-
-
-def _checkpoint(path: Path) -> Found:
-
-    return checkpoint_found(path)
+MAX_ROWS = 400
 
 
 def _artifact(header: Header) -> Result:
@@ -158,18 +125,21 @@ def _arrays(header: Header) -> dict[str, str]:
     if header.kind == "metrics" or (header.kind == "export" and not is_tensors):
         return {}
     if header.kind in ("posterior", "checkpoint", "decision", "export"):
-        from bnncli.artifacts.posteriors import tensor_shapes
-
         return tensor_shapes(header.path)
-    from bnncli.artifacts.hdf5 import array_shapes
 
     return array_shapes(header.path)
 
 
-MAX_ROWS = 400
+def recognised_model(path: Path) -> tuple[str, str] | None:
+    """What --model would name a checkpoint or a saved model, and the line that runs it; None where that cannot be told."""
+    try:
+        found = folder_found(path) if path.is_dir() else _by_name(path) or _other(path)
+    except (BnnError, OSError):  # said where it is used
+        return None
+    return None if found.model in (None, "hf:DIR") or found.suggested is None else (str(found.model), found.suggested)
+
+
 _NETWORK = "NET.py:FACTORY"  # stands for what only the user knows, as TRAIN and CKPT do
-CHECKPOINT = "CKPT"
-MODEL = "MODEL"
 _NOT_LINEAR = ("torchvision:squeezenet", "timm:volo")  # in what they do after their last weights
 
 
@@ -228,10 +198,388 @@ class Found:
         )
 
 
-def short(value: Any, limit: int = 160) -> str:
-    """A value of a file in a cell: in one line, cut after `limit` characters."""
-    text = quoted(value, limit=limit)[1:-1] if isinstance(value, str) else str(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+def folder_found(folder: Path) -> Found:
+    """What a folder is.
+
+    Raises:
+        MissingInput: nothing that is known lies in it.
+        DataError: a small file in it is damaged.
+    """
+    with convert_read_errors(folder):
+        names = sorted(entry.name for entry in folder.iterdir())
+        tellers: tuple[Callable[[Path, list[str]], Found | None], ...] = (
+            _run, _adapter, _saved_model, _data_set, _of_a_cluster, _shards, _classes, _clips, _tables, _one_file
+        )  # fmt: skip
+        for tell in tellers:
+            if (found := tell(folder, names)) is not None:
+                return found
+    what = f"it holds {listed(names)}" if names else "it is empty"
+    raise MissingInput(f"bnncli does not recognise the folder {quoted(folder, limit=300)}; {what}", path=folder)
+
+
+_PARTS = ("features", "posteriors", "predictions", "metrics", "decisions", "exports")
+_LATER = ("decisions", "exports")  # shown where they are
+
+
+def _run(folder: Path, names: list[str]) -> Found | None:
+    """A run folder of ours."""
+    if folder.suffix != ".bnn" or not {*_PARTS} & {*names}:
+        return None
+    found = Found("run")
+    for part in [part for part in _PARTS if part not in _LATER or part in names]:
+        files = sorted(file.name for file in (folder / part).glob("[!.]*")) if part in names else []
+        found.add(part, ", ".join(files) or "none", key=part)
+    found.suggested = pasted("status", str(folder.with_suffix("")))
+    return found
+
+
+def _adapter(folder: Path, names: list[str]) -> Found | None:
+    """An adapter of PEFT."""
+    if "adapter_config.json" not in names:
+        return None
+    config, found = _json(folder / "adapter_config.json"), Found("peft adapter")
+    for name in (
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "modules_to_save",
+    ):
+        if config.get(name) is not None:
+            found.add(name, config[name], key=name)
+    base = str(config.get("base_model_name_or_path") or "")
+    local = next((place for place in (base, str(folder / base)) if base and Path(place).is_dir()), "BASE")
+    data = "csv:TRAIN.csv" if config.get("task_type") == "SEQ_CLS" else "SPEC"
+    found.suggest(folder, model=f"peft:{folder}", data=data, base_model=local)
+    return found
+
+
+CHECKPOINT = "CKPT"
+_DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}
+_CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
+
+
+def _saved_model(folder: Path, names: list[str]) -> Found | None:
+    """A folder of save_pretrained, or one that timm wrote."""
+    if "config.json" not in names:
+        return None
+    config = _json(folder / "config.json")
+    if isinstance(config.get("architecture"), str):
+        found = Found("timm folder")
+        found.add("architecture", config["architecture"], key="architecture")
+        for name in ("num_classes", "label_names"):
+            if config.get(name) is not None:
+                found.add(name, config[name])
+        architecture = f"timm:{config['architecture']}"
+        found.suggest(folder, model=f"timm:{folder}", data="images:TRAIN", architecture=architecture)
+        return found
+    if not isinstance(config.get("model_type"), str):
+        return None
+    found = Found("hugging face folder")
+    architectures = [str(one) for one in config.get("architectures") or []]
+    found.add("model type", config["model_type"], key="model_type")
+    found.add("architecture", ", ".join(architectures) or "unknown", key="architecture")
+    for name in ("transformers_version", "torch_dtype", "dtype", "problem_type"):
+        if config.get(name) is not None:
+            found.add(name, config[name], key=name)
+    labels = config.get("id2label")
+    if isinstance(labels, dict):
+        classes = [str(labels[number]) for number in sorted(labels, key=lambda number: (len(number), number))]
+        found.add("classes", f"{len(labels)}: {listed(classes)}")
+        found.document["classes"] = classes
+    weights: list[str] = []
+    try:
+        weights = [file.name for file in weight_files(folder)]
+    except BnnError as error:  # a shard is missing
+        found.add("note", error.message)
+    found.add("weights", ", ".join(weights) or "none", key="weights")
+    found.add(
+        "preprocessing", ", ".join(name for name in names if re.match(r"tokenizer|preprocessor|vocab", name)) or "none"
+    )
+    task = next((match[1] for one in architectures if (match := _CLASSIFIER.search(one))), None)
+    if task is None:
+        found.add("note", "not a classifier: it has no head, so its outputs can only be features")
+    else:
+        is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)
+        data = "audio:TRAIN" if is_audio else _DATA[task]
+        found.suggest(folder if weights else Path(CHECKPOINT), model=f"hf:{folder}", data=data)
+    return found
+
+
+def _data_set(folder: Path, names: list[str]) -> Found | None:
+    """A data set of Hugging Face, saved to disk."""
+    if not {"dataset_info.json", "dataset_dict.json"} & {*names}:
+        return None
+    found = Found("hf-dataset")
+    if "dataset_dict.json" in names:
+        splits = _json(folder / "dataset_dict.json").get("splits") or []
+        found.add("splits", ", ".join(map(str, splits)), key="splits")
+    found.suggested = data_line(f"hf-dataset:{folder}") if can_be_read("hf-dataset") else None
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a small JSON file holds; nothing where it is no dictionary."""
+    try:
+        return read_object(path)
+    except DataError:
+        return {}
+
+
+def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
+    """A checkpoint of torch.distributed.checkpoint or of DeepSpeed, for convert."""
+    sharded = sharded_folder(folder)
+    if sharded is None:
+        return None
+    found = Found("deepspeed checkpoint" if sharded.kind == "deepspeed" else "distributed checkpoint")
+    found.add("files", len(list(sharded.folder.iterdir())), key="files")
+    found.add("folder", str(sharded.folder))
+    if sharded.kind == "distributed":
+        if not (sharded.folder / ".metadata").is_file():
+            found.add("note", "its .metadata file is missing; without it the other files cannot be read")
+            return found
+        from bnncli.models.sharded import describe_tensors
+
+        arrays = describe_tensors(sharded.folder)
+        found.document["arrays"] = arrays
+        found.facts += [[f"tensor {quoted(name)}", text] for name, text in arrays.items()]
+    out = sharded.folder.absolute().parent / f"{sharded.folder.absolute().name}.safetensors"
+    found.suggested = pasted("convert", str(folder), str(out))
+    return found
+
+
+def _shards(folder: Path, names: list[str]) -> Found | None:
+    """A checkpoint in shards, read as one."""
+    if shards_of(folder) is None:
+        return None
+
+    return checkpoint_found(folder)
+
+
+_OF_CLASSES = {
+    "images": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"),
+    "audio": tuple(sound.SUFFIXES),
+}
+
+
+def _classes(folder: Path, names: list[str]) -> Found | None:
+    """Class folders with images, or with sound."""
+    for kind, suffixes in _OF_CLASSES.items():
+        classes = [name for name in names if (folder / name).is_dir() and _has(folder / name, suffixes)]
+        if classes:
+            found = Found(kind)
+            found.add("classes", f"{len(classes)}: {listed(classes)}")
+            found.document["classes"] = classes
+            found.suggested = data_line(f"{kind}:{folder}")
+            return found
+    return None
+
+
+def _has(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    return any(file.suffix.lower() in suffixes for file in folder.iterdir())
+
+
+def _clips(folder: Path, names: list[str]) -> Found | None:
+    """Sound without labels."""
+    files = [name for name in names if Path(name).suffix.lower() in _OF_CLASSES["audio"]]
+    if not files:
+        return None
+    found = Found("audio")
+    found.add("files", f"{len(files)}: {listed(files)}")
+    found.suggested = data_line(f"audio:{folder}")
+    return found
+
+
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
+
+
+def _tables(folder: Path, names: list[str]) -> Found | None:
+    """Parquet or Arrow files, or WebDataset shards."""
+    for suffix, kind, place in (
+        (".parquet", "parquet", folder), (".arrow", "arrow", folder), (".tar", "webdataset", folder / "*.tar")
+    ):  # fmt: skip
+        files = [name for name in names if name.endswith(suffix) and not name.endswith(_WEIGHTS)]
+        if files:
+            found = Found(kind)
+            found.add("files", f"{len(files)}: {listed(files)}")
+            found.suggested = data_line(f"{kind}:{place}") if can_be_read(kind) else None
+            return found
+    return None
+
+
+def _one_file(folder: Path, names: list[str]) -> Found | None:
+    """Any folder with files of weights: they are what to look at."""
+    files = [name for name in names if name.endswith(_WEIGHTS)]
+    if not files:
+        return None
+    found = Found("folder")
+    for name in files:
+        found.add("file", name)
+    found.document["files"] = files
+    found.suggested = pasted("inspect", str(folder / files[0]))
+    return found
+
+
+def _by_name(path: Path) -> Found | None:
+    """What a file of text is, which its name alone can tell."""
+    with convert_read_errors(path):
+        if path.name.endswith(INDEX_SUFFIX):
+            return _checkpoint(path)
+        return table_found(path)
+
+
+_TABLES = ("csv", "tsv", "jsonl", "parquet", "arrow")
+_TEXT = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "title", "question")
+_LABEL = ("label", "labels", "target", "class", "category", "sentiment", "y")
+
+
+def table_found(path: Path) -> Found | None:
+    """What a file of rows is, by its name; None for any other."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in _TABLES or not can_be_read(kind):
+        return None
+    found, columns = Found(kind), _columns(path, kind)
+    if columns:
+        found.add("columns", ", ".join(columns), key="columns")
+    text = next((name for name in columns if name.lower() in _TEXT), None)
+    label = next((name for name in columns if name.lower() in _LABEL), None)
+    named = [
+        f"{what}={name}" for what, name in (("text", text), ("label", label)) if name is not None and "," not in name
+    ]
+    found.suggested = data_line(f"{kind}:{path}" + (f":{','.join(named)}" if len(named) == 2 else ""))
+    return found
+
+
+def can_be_read(kind: str) -> bool:
+    """Whether there is such a kind of data."""
+    return registry.has_name("data", kind)
+
+
+_LINE = 1 << 20
+
+
+def _columns(path: Path, kind: str) -> list[str]:
+    """Names of the columns; none where they cannot be told without another library."""
+    if kind in ("parquet", "arrow"):
+        return []
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
+        first = stream.readline(_LINE)
+    if kind == "jsonl":
+        try:
+            row = json.loads(first)
+        except (ValueError, RecursionError):
+            return []
+        return [str(name) for name in row] if isinstance(row, dict) else []
+    csv.field_size_limit(_LINE)
+    return next(iter(csv.reader([first], delimiter="\t" if kind == "tsv" else ",")), [])
+
+
+PROGRAMS = {
+    "torchscript": "TorchScript program",
+    "pt2": "exported program",
+    "onnx": "ONNX graph",
+    "skops": "skops file",
+}
+
+
+def _other(path: Path) -> Found:
+    """What a file is that is none of ours. Raises what load_checkpoint raises where it is of no kind that is known."""
+    with open_regular(path) as stream:
+        head = stream.read(64)
+        kind = sniff(stream)
+        if kind == "zip":
+            kind = sniff_zip(stream)
+    if kind == "npz":
+        return npz_found(path)
+    if kind == "unknown" and (found := idx_found(path, head)) is not None:
+        return found
+    if kind in PROGRAMS:
+        return program_found(path, kind)
+    return _checkpoint(path)
+
+
+def npz_found(path: Path) -> Found:
+    """What an archive of arrays is: inputs and labels, ready features, or a linear classifier.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    shapes = _npz_shapes(path)
+    found = Found("npz")
+    for name, described in shapes.items():
+        found.add(f"array {quoted(name)}", f"{described[0]} {described[1]}")
+    found.document["arrays"] = {name: f"{kind} {shape}" for name, (kind, shape) in shapes.items()}
+    if "coef_" in shapes and registry.has_name("models", "sklearn"):
+        found.suggest(path, model=f"sklearn:{path}", data="npz:TRAIN.npz")
+    elif any(name.startswith("features_") for name in shapes):
+        found.suggested = pasted("extract-features", str(path.with_suffix("")), from_npz=str(path))
+    else:
+        found.suggested = _as_split(path, shapes)
+    return found
+
+
+def _npz_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each array, from their headers."""
+    found = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as stream:
+                    version = np.lib.format.read_magic(stream)
+                    read = (
+                        np.lib.format.read_array_header_1_0
+                        if version == (1, 0)
+                        else np.lib.format.read_array_header_2_0
+                    )
+                    shape, _, dtype = read(stream)
+                    found[name.removesuffix(".npy")] = (str(dtype), tuple(shape))
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        if is_failure(error):
+            raise
+        raise DataError(
+            f"{quoted(path, limit=300)}: the npz archive is damaged", code="truncated", path=path
+        ) from error
+    return found
+
+
+def _as_split(path: Path, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> str | None:
+    """The line for inputs x and labels y, or for those that could be them."""
+    if "x" in shapes:
+        return data_line(f"npz:{path}")
+    inputs = [name for name, (_, shape) in shapes.items() if len(shape) >= 2]
+    labels = [
+        name for name, (kind, shape) in shapes.items()
+        if len(shape) == 1 and kind.startswith(("int", "uint")) and inputs and shape[0] == shapes[inputs[0]][1][0]
+    ]  # fmt: skip
+    if not inputs:
+        return None
+    return data_line(f"npz:{path}:{','.join([inputs[0], *labels[:1]])}")
+
+
+_IDX = {b"\0\0\x08\x01": "labels", b"\0\0\x08\x03": "images"}
+
+
+def idx_found(path: Path, head: bytes) -> Found | None:
+    """What a file of the MNIST family is, with its partner; None for any other."""
+    what = _IDX.get(head[:4])
+    if what is None:
+        return None
+    found = Found(f"idx {what}")
+    shape = [int.from_bytes(head[place : place + 4], "big") for place in range(4, 4 + 4 * head[3], 4)]
+    found.add("shape", str(tuple(shape)), key="shape")
+    other = {"images": ("images-idx3", "labels-idx1"), "labels": ("labels-idx1", "images-idx3")}[what]
+    partner = path.with_name(path.name.replace(*other))
+    pair = [
+        str(path),
+        str(partner) if partner != path and partner.is_file() else "LABELS" if what == "images" else "IMAGES",
+    ]
+    found.suggested = data_line(f"idx:{','.join(pair if what == 'images' else pair[::-1])}")
+    return found
+
+
+MODEL = "MODEL"
 
 
 def data_line(spec: str) -> str:
@@ -239,9 +587,116 @@ def data_line(spec: str) -> str:
     return pasted("extract-features", CHECKPOINT, model=MODEL, data=[f"train={spec}"])
 
 
-_HYPER_PARAMETERS = ("hyper_parameters", "hparams", "args", "config", "cfg", "opt", "model_args", "model_kwargs")
-_MAX_HYPER_PARAMETERS, _MAX_HEADS, _MAX_DEPTH = 60, 6, 4
-_PLAIN = (str, int, float, bool, type(None))
+_MODEL = {"torchscript": "jit", "pt2": "export", "onnx": "onnx", "skops": "sklearn"}
+
+
+def program_found(path: Path, kind: str) -> Found:
+    """What a program is, and the line that runs its graph.
+
+    Args:
+        kind: torchscript, pt2, onnx or skops.
+    """
+    found = Found(PROGRAMS[kind])
+    if kind == "onnx":
+        _add_onnx(found, path)
+    else:
+        with zipfile.ZipFile(path) as archive:
+            _add_members(found, archive, kind)
+    model = _MODEL[kind]
+    if registry.has_name("models", model):
+        found.suggest(path, model=f"{model}:{path}", data="npz:TRAIN.npz")
+    return found
+
+
+def _add_onnx(found: Found, path: Path) -> None:
+    """The versions in the header of an ONNX model."""
+    names = {1: "ir version", 2: "producer", 3: "producer version"}
+    with open(path, "rb") as stream:
+        for field, value in _fields(stream):
+            if field in names:
+                found.add(names[field], value if isinstance(value, int) else value.decode("utf-8", "replace"))
+            elif field == 8 and isinstance(value, bytes):
+                opset = dict(_fields_of(value))
+                domain, version = opset.get(1, b""), opset.get(2)
+                text = domain.decode("utf-8", "replace") if isinstance(domain, bytes) else ""
+                found.add("opset", f"{version if isinstance(version, int) else 0} {text}".strip())
+
+
+def _fields(stream: IO[bytes]) -> Iterator[tuple[int, int | bytes]]:
+    """The short fields of a protobuf message; long ones are passed over."""
+    size = os.fstat(stream.fileno()).st_size
+    while (tag := _varint(stream)) is not None:
+        wire = tag & 7
+        length = _varint(stream)
+        if length is None or wire not in (0, 2) or (wire == 2 and length > size - stream.tell()):
+            return
+        if wire == 0:
+            yield tag >> 3, length
+        elif length <= 4096:
+            yield tag >> 3, stream.read(length)
+        else:
+            stream.seek(length, os.SEEK_CUR)
+
+
+def _varint(stream: IO[bytes]) -> int | None:
+    """The next number; None at the end."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = stream.read(1)
+        if not byte:
+            return None
+        value |= (byte[0] & 0x7F) << shift
+        if byte[0] < 0x80:
+            return value
+    return None
+
+
+def _fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a short message."""
+    place = 0
+    while place < len(message):
+        tag, place = _number(message, place)
+        value, place = _number(message, place)
+        if tag & 7 == 2:
+            yield tag >> 3, message[place : place + value]
+            place += value
+        else:
+            yield tag >> 3, value
+
+
+def _number(message: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while place < len(message):
+        byte = message[place]
+        value, shift, place = value | (byte & 0x7F) << shift, shift + 7, place + 1
+        if byte < 0x80:
+            break
+    return value, place
+
+
+_MAX_VERSION = 64
+
+
+def _add_members(found: Found, archive: zipfile.ZipFile, kind: str) -> None:
+    """What a zip archive says of itself."""
+    members = {member.filename: member.file_size for member in archive.infolist()}
+    found.add("members", f"{len(members)}, {sum(members.values()) / 1e6:.1f} MB")
+    for name in members:
+        last = name.rpartition("/")[2]
+        if last in ("version", "archive_version", ".format_version") and members[name] <= _MAX_VERSION:
+            found.add(last, archive.read(name).decode("utf-8", "replace").strip())
+    if kind == "torchscript":
+        code = [name for name in members if "/code/" in name and name.endswith(".py")]
+        found.add("code", f"{len(code)} files: {listed([name.partition('/code/')[2] for name in code])}")
+    if kind == "skops" and members["schema.json"] < 1 << 24:
+        schema = json.loads(archive.read("schema.json"))
+        for name in ("__class__", "__module__", "_skops_version", "protocol"):
+            if name in schema:
+                found.add(name.strip("_"), schema[name])
+
+
+def _checkpoint(path: Path) -> Found:
+    return checkpoint_found(path)
 
 
 def checkpoint_found(path: Path) -> Found:
@@ -272,6 +727,16 @@ def checkpoint_found(path: Path) -> Found:
     return found
 
 
+def short(value: Any, limit: int = 160) -> str:
+    """A value of a file in a cell: in one line, cut after `limit` characters."""
+    text = quoted(value, limit=limit)[1:-1] if isinstance(value, str) else str(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+_HYPER_PARAMETERS = ("hyper_parameters", "hparams", "args", "config", "cfg", "opt", "model_args", "model_kwargs")
+_MAX_HYPER_PARAMETERS, _MAX_HEADS, _MAX_DEPTH = 60, 6, 4
+
+
 def _add_origin(found: Found, saved: Any) -> None:
     """What wrote the file, as far as it tells, with the settings it kept."""
     if not isinstance(saved, Mapping):
@@ -291,6 +756,9 @@ def _add_origin(found: Found, saved: Any) -> None:
         found.add(key if len(key) <= 80 else f"{key[:80]}...", value)
     if told:
         found.document["hyper_parameters"] = dict(list(told.items())[:_MAX_HYPER_PARAMETERS])
+
+
+_PLAIN = (str, int, float, bool, type(None))
 
 
 def _flat(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -363,453 +831,3 @@ def _text(path: Path) -> str:
             return stream.read(1 << 20)
     except OSError:
         return ""
-
-
-_MODEL = {"torchscript": "jit", "pt2": "export", "onnx": "onnx", "skops": "sklearn"}
-PROGRAMS = {
-    "torchscript": "TorchScript program",
-    "pt2": "exported program",
-    "onnx": "ONNX graph",
-    "skops": "skops file",
-}
-_MAX_VERSION = 64
-
-
-def program_found(path: Path, kind: str) -> Found:
-    """What a program is, and the line that runs its graph.
-
-    Args:
-        kind: torchscript, pt2, onnx or skops.
-    """
-    found = Found(PROGRAMS[kind])
-    if kind == "onnx":
-        _add_onnx(found, path)
-    else:
-        with zipfile.ZipFile(path) as archive:
-            _add_members(found, archive, kind)
-    model = _MODEL[kind]
-    if registry.has_name("models", model):
-        found.suggest(path, model=f"{model}:{path}", data="npz:TRAIN.npz")
-    return found
-
-
-def _add_members(found: Found, archive: zipfile.ZipFile, kind: str) -> None:
-    """What a zip archive says of itself."""
-    members = {member.filename: member.file_size for member in archive.infolist()}
-    found.add("members", f"{len(members)}, {sum(members.values()) / 1e6:.1f} MB")
-    for name in members:
-        last = name.rpartition("/")[2]
-        if last in ("version", "archive_version", ".format_version") and members[name] <= _MAX_VERSION:
-            found.add(last, archive.read(name).decode("utf-8", "replace").strip())
-    if kind == "torchscript":
-        code = [name for name in members if "/code/" in name and name.endswith(".py")]
-        found.add("code", f"{len(code)} files: {listed([name.partition('/code/')[2] for name in code])}")
-    if kind == "skops" and members["schema.json"] < 1 << 24:
-        schema = json.loads(archive.read("schema.json"))
-        for name in ("__class__", "__module__", "_skops_version", "protocol"):
-            if name in schema:
-                found.add(name.strip("_"), schema[name])
-
-
-def _add_onnx(found: Found, path: Path) -> None:
-    """The versions in the header of an ONNX model."""
-    names = {1: "ir version", 2: "producer", 3: "producer version"}
-    with open(path, "rb") as stream:
-        for field, value in _fields(stream):
-            if field in names:
-                found.add(names[field], value if isinstance(value, int) else value.decode("utf-8", "replace"))
-            elif field == 8 and isinstance(value, bytes):
-                opset = dict(_fields_of(value))
-                domain, version = opset.get(1, b""), opset.get(2)
-                text = domain.decode("utf-8", "replace") if isinstance(domain, bytes) else ""
-                found.add("opset", f"{version if isinstance(version, int) else 0} {text}".strip())
-
-
-def _fields(stream: IO[bytes]) -> Iterator[tuple[int, int | bytes]]:
-    """The short fields of a protobuf message; long ones are passed over."""
-    size = os.fstat(stream.fileno()).st_size
-    while (tag := _varint(stream)) is not None:
-        wire = tag & 7
-        length = _varint(stream)
-        if length is None or wire not in (0, 2) or (wire == 2 and length > size - stream.tell()):
-            return
-        if wire == 0:
-            yield tag >> 3, length
-        elif length <= 4096:
-            yield tag >> 3, stream.read(length)
-        else:
-            stream.seek(length, os.SEEK_CUR)
-
-
-def _fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a short message."""
-    place = 0
-    while place < len(message):
-        tag, place = _number(message, place)
-        value, place = _number(message, place)
-        if tag & 7 == 2:
-            yield tag >> 3, message[place : place + value]
-            place += value
-        else:
-            yield tag >> 3, value
-
-
-def _number(message: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while place < len(message):
-        byte = message[place]
-        value, shift, place = value | (byte & 0x7F) << shift, shift + 7, place + 1
-        if byte < 0x80:
-            break
-    return value, place
-
-
-def _varint(stream: IO[bytes]) -> int | None:
-    """The next number; None at the end."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = stream.read(1)
-        if not byte:
-            return None
-        value |= (byte[0] & 0x7F) << shift
-        if byte[0] < 0x80:
-            return value
-    return None
-
-
-_TABLES = ("csv", "tsv", "jsonl", "parquet", "arrow")
-_TEXT = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "title", "question")
-_LABEL = ("label", "labels", "target", "class", "category", "sentiment", "y")
-_IDX = {b"\0\0\x08\x01": "labels", b"\0\0\x08\x03": "images"}
-_LINE = 1 << 20
-
-
-def can_be_read(kind: str) -> bool:
-    """Whether there is such a kind of data."""
-    return registry.has_name("data", kind)
-
-
-def table_found(path: Path) -> Found | None:
-    """What a file of rows is, by its name; None for any other."""
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in _TABLES or not can_be_read(kind):
-        return None
-    found, columns = Found(kind), _columns(path, kind)
-    if columns:
-        found.add("columns", ", ".join(columns), key="columns")
-    text = next((name for name in columns if name.lower() in _TEXT), None)
-    label = next((name for name in columns if name.lower() in _LABEL), None)
-    named = [
-        f"{what}={name}" for what, name in (("text", text), ("label", label)) if name is not None and "," not in name
-    ]
-    found.suggested = data_line(f"{kind}:{path}" + (f":{','.join(named)}" if len(named) == 2 else ""))
-    return found
-
-
-def _columns(path: Path, kind: str) -> list[str]:
-    """Names of the columns; none where they cannot be told without another library."""
-    if kind in ("parquet", "arrow"):
-        return []
-    with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
-        first = stream.readline(_LINE)
-    if kind == "jsonl":
-        try:
-            row = json.loads(first)
-        except (ValueError, RecursionError):
-            return []
-        return [str(name) for name in row] if isinstance(row, dict) else []
-    csv.field_size_limit(_LINE)
-    return next(iter(csv.reader([first], delimiter="\t" if kind == "tsv" else ",")), [])
-
-
-def idx_found(path: Path, head: bytes) -> Found | None:
-    """What a file of the MNIST family is, with its partner; None for any other."""
-    what = _IDX.get(head[:4])
-    if what is None:
-        return None
-    found = Found(f"idx {what}")
-    shape = [int.from_bytes(head[place : place + 4], "big") for place in range(4, 4 + 4 * head[3], 4)]
-    found.add("shape", str(tuple(shape)), key="shape")
-    other = {"images": ("images-idx3", "labels-idx1"), "labels": ("labels-idx1", "images-idx3")}[what]
-    partner = path.with_name(path.name.replace(*other))
-    pair = [
-        str(path),
-        str(partner) if partner != path and partner.is_file() else "LABELS" if what == "images" else "IMAGES",
-    ]
-    found.suggested = data_line(f"idx:{','.join(pair if what == 'images' else pair[::-1])}")
-    return found
-
-
-def npz_found(path: Path) -> Found:
-    """What an archive of arrays is: inputs and labels, ready features, or a linear classifier.
-
-    Raises:
-        DataError: it is damaged.
-    """
-    shapes = _npz_shapes(path)
-    found = Found("npz")
-    for name, described in shapes.items():
-        found.add(f"array {quoted(name)}", f"{described[0]} {described[1]}")
-    found.document["arrays"] = {name: f"{kind} {shape}" for name, (kind, shape) in shapes.items()}
-    if "coef_" in shapes and registry.has_name("models", "sklearn"):
-        found.suggest(path, model=f"sklearn:{path}", data="npz:TRAIN.npz")
-    elif any(name.startswith("features_") for name in shapes):
-        found.suggested = pasted("extract-features", str(path.with_suffix("")), from_npz=str(path))
-    else:
-        found.suggested = _as_split(path, shapes)
-    return found
-
-
-def _as_split(path: Path, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> str | None:
-    """The line for inputs x and labels y, or for those that could be them."""
-    if "x" in shapes:
-        return data_line(f"npz:{path}")
-    inputs = [name for name, (_, shape) in shapes.items() if len(shape) >= 2]
-    labels = [
-        name for name, (kind, shape) in shapes.items()
-        if len(shape) == 1 and kind.startswith(("int", "uint")) and inputs and shape[0] == shapes[inputs[0]][1][0]
-    ]  # fmt: skip
-    if not inputs:
-        return None
-    return data_line(f"npz:{path}:{','.join([inputs[0], *labels[:1]])}")
-
-
-def _npz_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each array, from their headers."""
-    found = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                with archive.open(name) as stream:
-                    version = np.lib.format.read_magic(stream)
-                    read = (
-                        np.lib.format.read_array_header_1_0
-                        if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0
-                    )
-                    shape, _, dtype = read(stream)
-                    found[name.removesuffix(".npy")] = (str(dtype), tuple(shape))
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        if is_failure(error):
-            raise
-        raise DataError(
-            f"{quoted(path, limit=300)}: the npz archive is damaged", code="truncated", path=path
-        ) from error
-    return found
-
-
-_WEIGHTS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
-_OF_CLASSES = {
-    "images": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"),
-    "audio": tuple(sound.SUFFIXES),
-}
-_PARTS = ("features", "posteriors", "predictions", "metrics", "decisions", "exports")
-_LATER = ("decisions", "exports")  # shown where they are
-_DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}
-_CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
-
-
-def folder_found(folder: Path) -> Found:
-    """What a folder is.
-
-    Raises:
-        MissingInput: nothing that is known lies in it.
-        DataError: a small file in it is damaged.
-    """
-    with convert_read_errors(folder):
-        names = sorted(entry.name for entry in folder.iterdir())
-        tellers: tuple[Callable[[Path, list[str]], Found | None], ...] = (
-            _run, _adapter, _saved_model, _data_set, _of_a_cluster, _shards, _classes, _clips, _tables, _one_file
-        )  # fmt: skip
-        for tell in tellers:
-            if (found := tell(folder, names)) is not None:
-                return found
-    what = f"it holds {listed(names)}" if names else "it is empty"
-    raise MissingInput(f"bnncli does not recognise the folder {quoted(folder, limit=300)}; {what}", path=folder)
-
-
-def _run(folder: Path, names: list[str]) -> Found | None:
-    """A run folder of ours."""
-    if folder.suffix != ".bnn" or not {*_PARTS} & {*names}:
-        return None
-    found = Found("run")
-    for part in [part for part in _PARTS if part not in _LATER or part in names]:
-        files = sorted(file.name for file in (folder / part).glob("[!.]*")) if part in names else []
-        found.add(part, ", ".join(files) or "none", key=part)
-    found.suggested = pasted("status", str(folder.with_suffix("")))
-    return found
-
-
-def _adapter(folder: Path, names: list[str]) -> Found | None:
-    """An adapter of PEFT."""
-    if "adapter_config.json" not in names:
-        return None
-    config, found = _json(folder / "adapter_config.json"), Found("peft adapter")
-    for name in (
-        "peft_type",
-        "task_type",
-        "base_model_name_or_path",
-        "r",
-        "lora_alpha",
-        "target_modules",
-        "modules_to_save",
-    ):
-        if config.get(name) is not None:
-            found.add(name, config[name], key=name)
-    base = str(config.get("base_model_name_or_path") or "")
-    local = next((place for place in (base, str(folder / base)) if base and Path(place).is_dir()), "BASE")
-    data = "csv:TRAIN.csv" if config.get("task_type") == "SEQ_CLS" else "SPEC"
-    found.suggest(folder, model=f"peft:{folder}", data=data, base_model=local)
-    return found
-
-
-def _saved_model(folder: Path, names: list[str]) -> Found | None:
-    """A folder of save_pretrained, or one that timm wrote."""
-    if "config.json" not in names:
-        return None
-    config = _json(folder / "config.json")
-    if isinstance(config.get("architecture"), str):
-        found = Found("timm folder")
-        found.add("architecture", config["architecture"], key="architecture")
-        for name in ("num_classes", "label_names"):
-            if config.get(name) is not None:
-                found.add(name, config[name])
-        architecture = f"timm:{config['architecture']}"
-        found.suggest(folder, model=f"timm:{folder}", data="images:TRAIN", architecture=architecture)
-        return found
-    if not isinstance(config.get("model_type"), str):
-        return None
-    found = Found("hugging face folder")
-    architectures = [str(one) for one in config.get("architectures") or []]
-    found.add("model type", config["model_type"], key="model_type")
-    found.add("architecture", ", ".join(architectures) or "unknown", key="architecture")
-    for name in ("transformers_version", "torch_dtype", "dtype", "problem_type"):
-        if config.get(name) is not None:
-            found.add(name, config[name], key=name)
-    labels = config.get("id2label")
-    if isinstance(labels, dict):
-        classes = [str(labels[number]) for number in sorted(labels, key=lambda number: (len(number), number))]
-        found.add("classes", f"{len(labels)}: {listed(classes)}")
-        found.document["classes"] = classes
-    weights: list[str] = []
-    try:
-        weights = [file.name for file in weight_files(folder)]
-    except BnnError as error:  # a shard is missing
-        found.add("note", error.message)
-    found.add("weights", ", ".join(weights) or "none", key="weights")
-    found.add(
-        "preprocessing", ", ".join(name for name in names if re.match(r"tokenizer|preprocessor|vocab", name)) or "none"
-    )
-    task = next((match[1] for one in architectures if (match := _CLASSIFIER.search(one))), None)
-    if task is None:
-        found.add("note", "not a classifier: it has no head, so its outputs can only be features")
-    else:
-        is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)
-        data = "audio:TRAIN" if is_audio else _DATA[task]
-        found.suggest(folder if weights else Path(CHECKPOINT), model=f"hf:{folder}", data=data)
-    return found
-
-
-def _data_set(folder: Path, names: list[str]) -> Found | None:
-    """A data set of Hugging Face, saved to disk."""
-    if not {"dataset_info.json", "dataset_dict.json"} & {*names}:
-        return None
-    found = Found("hf-dataset")
-    if "dataset_dict.json" in names:
-        splits = _json(folder / "dataset_dict.json").get("splits") or []
-        found.add("splits", ", ".join(map(str, splits)), key="splits")
-    found.suggested = data_line(f"hf-dataset:{folder}") if can_be_read("hf-dataset") else None
-    return found
-
-
-def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
-    """A checkpoint of torch.distributed.checkpoint or of DeepSpeed, for convert."""
-    sharded = sharded_folder(folder)
-    if sharded is None:
-        return None
-    found = Found("deepspeed checkpoint" if sharded.kind == "deepspeed" else "distributed checkpoint")
-    found.add("files", len(list(sharded.folder.iterdir())), key="files")
-    found.add("folder", str(sharded.folder))
-    if sharded.kind == "distributed":
-        if not (sharded.folder / ".metadata").is_file():
-            found.add("note", "its .metadata file is missing; without it the other files cannot be read")
-            return found
-        from bnncli.models.sharded import describe_tensors
-
-        arrays = describe_tensors(sharded.folder)
-        found.document["arrays"] = arrays
-        found.facts += [[f"tensor {quoted(name)}", text] for name, text in arrays.items()]
-    out = sharded.folder.absolute().parent / f"{sharded.folder.absolute().name}.safetensors"
-    found.suggested = pasted("convert", str(folder), str(out))
-    return found
-
-
-def _shards(folder: Path, names: list[str]) -> Found | None:
-    """A checkpoint in shards, read as one."""
-    if shards_of(folder) is None:
-        return None
-
-    return checkpoint_found(folder)
-
-
-def _classes(folder: Path, names: list[str]) -> Found | None:
-    """Class folders with images, or with sound."""
-    for kind, suffixes in _OF_CLASSES.items():
-        classes = [name for name in names if (folder / name).is_dir() and _has(folder / name, suffixes)]
-        if classes:
-            found = Found(kind)
-            found.add("classes", f"{len(classes)}: {listed(classes)}")
-            found.document["classes"] = classes
-            found.suggested = data_line(f"{kind}:{folder}")
-            return found
-    return None
-
-
-def _clips(folder: Path, names: list[str]) -> Found | None:
-    """Sound without labels."""
-    files = [name for name in names if Path(name).suffix.lower() in _OF_CLASSES["audio"]]
-    if not files:
-        return None
-    found = Found("audio")
-    found.add("files", f"{len(files)}: {listed(files)}")
-    found.suggested = data_line(f"audio:{folder}")
-    return found
-
-
-def _has(folder: Path, suffixes: tuple[str, ...]) -> bool:
-    return any(file.suffix.lower() in suffixes for file in folder.iterdir())
-
-
-def _tables(folder: Path, names: list[str]) -> Found | None:
-    """Parquet or Arrow files, or WebDataset shards."""
-    for suffix, kind, place in (
-        (".parquet", "parquet", folder), (".arrow", "arrow", folder), (".tar", "webdataset", folder / "*.tar")
-    ):  # fmt: skip
-        files = [name for name in names if name.endswith(suffix) and not name.endswith(_WEIGHTS)]
-        if files:
-            found = Found(kind)
-            found.add("files", f"{len(files)}: {listed(files)}")
-            found.suggested = data_line(f"{kind}:{place}") if can_be_read(kind) else None
-            return found
-    return None
-
-
-def _one_file(folder: Path, names: list[str]) -> Found | None:
-    """Any folder with files of weights: they are what to look at."""
-    files = [name for name in names if name.endswith(_WEIGHTS)]
-    if not files:
-        return None
-    found = Found("folder")
-    for name in files:
-        found.add("file", name)
-    found.document["files"] = files
-    found.suggested = pasted("inspect", str(folder / files[0]))
-    return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """What a small JSON file holds; nothing where it is no dictionary."""
-    try:
-        return read_object(path)
-    except DataError:
-        return {}

@@ -15,6 +15,8 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.errors import UsageError
+from bnncli.figures import render
+from bnncli.figures.integrals import ErrorPanel, draw
 from bnncli.integrators import Integrator, Prediction, load_integrator, supports, variant
 from bnncli.integrators._exact import Exact, exact_probs
 from bnncli.integrators.quadrature import binary_probs
@@ -35,7 +37,7 @@ MAX_LOGITS = 1000
 
 @dataclass(frozen=True)
 class IntegralsOptions(Checked):
-    """Options of integrals: one Gaussian over logits, or without --mean a grid of them."""
+    """Options of integrals: one Gaussian over logits or, without --mean, a grid of them."""
 
     mean: str | None = option(
         None,
@@ -79,7 +81,7 @@ class IntegralsOptions(Checked):
             check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
 
     def check_together(self) -> None:
-        """Pass when the options that are given belong together. Raises UsageError otherwise."""
+        """Raise UsageError unless the options fit together."""
         if self.mean is None and (self.variance is not None or self.covariance is not None):
             raise UsageError("\0variance\0 and \0covariance\0 need \0mean\0; without all three a grid is computed")
         if self.mean is not None and self.plot is not None:
@@ -89,7 +91,7 @@ class IntegralsOptions(Checked):
 
     @property
     def moments(self) -> tuple[list[float], list[list[float]]]:
-        """Means (K) and covariance (K, K) of the logits; that it has no negative eigenvalue is not checked here."""
+        """Return the mean (K,) and covariance (K, K) of the logits. Eigenvalues are not checked here."""
         mean = _numbers(self.mean or "", "\0mean\0")
         if len(mean) > MAX_LOGITS:
             raise UsageError(f"\0mean\0: expected at most {MAX_LOGITS} logits; got {len(mean)}")
@@ -117,7 +119,7 @@ def _diagonal(variances: list[float], count: int) -> list[list[float]]:
 
 
 def _numbers(text: str, flag: str) -> list[float]:
-    """The finite numbers in a list joined by commas."""
+    """Parse a comma-separated list of finite numbers."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -143,18 +145,15 @@ COMMAND = Command(
     place=30,
 )
 
-_MOST_COLUMNS = 6  # of probabilities in the table; --json has all
-_SINGLE_PRECISION = "errors below 6e-8 are float32 rounding"
-
 
 def run(run: Run, options: IntegralsOptions) -> Result:
-    """The table of errors; of one Gaussian where a mean was given, else of a grid."""
+    """Print the errors for one Gaussian if --mean is given, else for a grid."""
     options.check_together()
     return _single(run, options) if options.mean is not None else _grid(run, options)
 
 
 def _single(run: Run, options: IntegralsOptions) -> Result:
-    """Probabilities of every class, and their errors."""
+    """Return each integrator's class probabilities and their errors."""
     mean, covariance = (torch.tensor(part, dtype=torch.float64) for part in options.moments)
     posterior = softmax_posterior(mean, covariance)
     exact = exact_probs(mean, covariance, seed=run.compute.seed)
@@ -186,6 +185,26 @@ def _single(run: Run, options: IntegralsOptions) -> Result:
     return Result(extra=document, tables=[_single_table(rows, exact, len(mean), options.samples)])
 
 
+def softmax_posterior(mean: Tensor, covariance: Tensor) -> Gaussian:
+    """Return one example whose K logits are N(mean (K,), covariance (K, K)). Raises UsageError for an invalid covariance."""
+    layout = HeadLayout(len(mean), 1, has_bias=False)
+    variances = covariance.diagonal()
+    if torch.equal(covariance, variances.diag()):
+        return Gaussian(mean, Diag(variances), layout)
+    values, vectors = torch.linalg.eigh(covariance)
+    if values.min() < -1e-10 * values.abs().max():
+        raise UsageError(
+            f"--covariance: expected no negative eigenvalue; got {values.min().item():.4g}", hint="check its entries"
+        )
+    # A root of any shape becomes a triangular one, also where the covariance is singular.
+    upper = torch.linalg.qr((vectors * values.clamp_min(0).sqrt()).T).R
+    return Gaussian(mean, Full(upper.T.contiguous()), layout)
+
+
+_MOST_COLUMNS = 6  # of probabilities in the table; --json has all
+_SINGLE_PRECISION = "errors below 6e-8 are float32 rounding"
+
+
 def _single_table(rows: list[dict[str, Any]], exact: Exact, num_logits: int, samples: int) -> Table:
     if num_logits == 1:
         columns = ["integrator", "probability", "error"]
@@ -211,21 +230,8 @@ def _single_table(rows: list[dict[str, Any]], exact: Exact, num_logits: int, sam
     return Table(columns, cells, notes=["; ".join(notes)])
 
 
-@dataclass(frozen=True)
-class _Map:
-    """Absolute errors (sds, means) of one integrator over the grid."""
-
-    configured: ConfiguredIntegrator
-    errors: NDArray[np.float64]
-
-    def worst(self, means: NDArray[np.float64], sds: NDArray[np.float64]) -> tuple[float, float]:
-        """Mean and standard deviation where the error is largest."""
-        row, column = np.unravel_index(self.errors.argmax(), self.errors.shape)
-        return float(means[column]), float(sds[row])
-
-
 def _grid(run: Run, options: IntegralsOptions) -> Result:
-    """Largest and mean absolute errors of the probability of two classes over mean and standard deviation."""
+    """Return largest and mean absolute errors of a binary probability over a grid of means and standard deviations."""
     if options.plot is not None:
         check_figure_path(Path(options.plot), "--plot", force=options.force, others=[])
     size = options.grid_size
@@ -259,8 +265,39 @@ def _grid(run: Run, options: IntegralsOptions) -> Result:
     return result
 
 
+@dataclass(frozen=True)
+class ConfiguredIntegrator:
+    """An integrator with settings, under the name of its predictions."""
+
+    name: str
+    settings: dict[str, Any]
+
+    @property
+    def variant(self) -> str:
+        """Return the name of the variant, such as probit-sum-zero."""
+        return variant(self.name, self.settings)
+
+    @property
+    def integrator(self) -> Integrator:
+        """The integrator itself."""
+        return load_integrator(self.name, **self.settings)
+
+
+@dataclass(frozen=True)
+class _Map:
+    """Absolute errors (sds, means) of one integrator over the grid."""
+
+    configured: ConfiguredIntegrator
+    errors: NDArray[np.float64]
+
+    def worst(self, means: NDArray[np.float64], sds: NDArray[np.float64]) -> tuple[float, float]:
+        """Return the mean and standard deviation with the largest error."""
+        row, column = np.unravel_index(self.errors.argmax(), self.errors.shape)
+        return float(means[column]), float(sds[row])
+
+
 def _maps(run: Run, options: IntegralsOptions, means: NDArray[np.float64], sds: NDArray[np.float64]) -> list[_Map]:
-    """The error of every integrator in every cell, a row of one standard deviation at a time."""
+    """Return the errors of every integrator, computed one standard deviation at a time."""
     mean = torch.from_numpy(means).to(run.device)
     variances = [torch.full_like(mean, sd**2) for sd in sds]
     exact = [binary_probs(mean, variance)[0][:, 1] for variance in variances]
@@ -279,8 +316,65 @@ def _maps(run: Run, options: IntegralsOptions, means: NDArray[np.float64], sds: 
     return maps
 
 
+def integrators_for(posterior: Gaussian, wanted: Sequence[str]) -> list[ConfiguredIntegrator]:
+    """Return the integrators that fit the posterior and need no training data, with each setting once.
+
+    Raises:
+        UsageError: a requested integrator does not fit.
+    """
+    integrators = []
+    for name in wanted or names("integrators"):
+        needs_target = load_integrator(name).needs_target
+        if needs_target or not supports(name, posterior):
+            why = (
+                "needs training data" if needs_target else f"does not work with {posterior.layout.num_classes} classes"
+            )
+            if wanted:
+                raise UsageError(f"--integrator {name} {why}, so it cannot be compared on a Gaussian")
+            continue
+        integrators += [
+            configured
+            for settings in _settings(name)
+            if _works(configured := ConfiguredIntegrator(name, settings), posterior)
+        ]
+    return integrators
+
+
+def _settings(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the defaults, then change one setting at a time."""
+    yield {}
+    for setting, spec in (declaration("integrators", name, "SETTINGS") or {}).items():
+        choices = (True,) if spec.type is bool else spec.choices
+        yield from ({setting: value} for value in choices if value != spec.default)
+
+
+def _works(configured: ConfiguredIntegrator, posterior: Gaussian) -> bool:
+    """True where the integrator takes these settings with this number of classes."""
+    try:
+        predict(configured, posterior, num_samples=1, generator=torch.Generator().manual_seed(0))
+    except UsageError:
+        return False
+    return True
+
+
+def sigmoid_posterior(means: Tensor, variances: Tensor) -> Gaussian:
+    """Return N examples with independent single logits of these means (N,) and variances (N,)."""
+    return Gaussian(means, Diag(variances), HeadLayout(1, len(means), has_bias=False))
+
+
+def predict(
+    configured: ConfiguredIntegrator, posterior: Gaussian, *, num_samples: int, generator: torch.Generator
+) -> Prediction:
+    """Return the prediction for each row of the identity, in float64 if the integrator keeps it."""
+    features = torch.eye(posterior.layout.num_features, dtype=torch.float64, device=posterior.mean.device)
+    integrator = configured.integrator
+    draws = num_samples if integrator.is_sampling else None
+    ready = integrator.prepare(posterior, num_samples=draws, generator=generator)
+    return ready.predict(posterior, features, num_samples=draws, generator=generator)
+
+
 def _row(configured: ConfiguredIntegrator, options: IntegralsOptions) -> dict[str, Any]:
-    """Which integrator a row of the result is about."""
+    """Return the part of a result's row that names the integrator."""
     return {
         "integrator": configured.name,
         "variant": configured.variant,
@@ -313,7 +407,7 @@ def _grid_table(rows: list[dict[str, Any]], grid: dict[str, Any], options: Integ
 
 
 def _draws_note(rows: list[dict[str, Any]], samples: int) -> list[str]:
-    """How many draws the integrators that draw made, where there are any."""
+    """Return a note on the draws of the sampling integrators, if any."""
     if all(row["samples"] is None for row in rows):
         return []
     return [
@@ -324,9 +418,7 @@ def _draws_note(rows: list[dict[str, Any]], samples: int) -> list[str]:
 def _plot(
     path: Path, maps: list[_Map], means: NDArray[np.float64], sds: NDArray[np.float64], options: IntegralsOptions
 ) -> list[dict[str, Any]]:
-    """The figure, published; as the result's outputs."""
-    from bnncli.figures import render
-    from bnncli.figures.integrals import ErrorPanel, draw
+    """Draw and publish the figure, and return its output entries."""
 
     panels: list[ErrorPanel] = []
     for entry in maps:
@@ -339,94 +431,3 @@ def _plot(
     title = f"Distance from the exact probability of two classes ({options.samples} draws for sampling integrators)"
     digest = write_figure(path, render(draw(panels, means, sds, title=title), path.suffix[1:].lower()))
     return [{"role": "integrals.plot", "path": str(path), "content_digest": digest}]
-
-
-@dataclass(frozen=True)
-class ConfiguredIntegrator:
-    """An integrator with settings, under the name of its predictions."""
-
-    name: str
-    settings: dict[str, Any]
-
-    @property
-    def variant(self) -> str:
-        """Such as probit-sum-zero."""
-        return variant(self.name, self.settings)
-
-    @property
-    def integrator(self) -> Integrator:
-        """The integrator itself."""
-        return load_integrator(self.name, **self.settings)
-
-
-def integrators_for(posterior: Gaussian, wanted: Sequence[str]) -> list[ConfiguredIntegrator]:
-    """Every integrator (or those wanted) that fits the posterior and needs no training data, with every setting once.
-
-    Raises:
-        UsageError: one that was wanted does not fit.
-    """
-    integrators = []
-    for name in wanted or names("integrators"):
-        needs_target = load_integrator(name).needs_target
-        if needs_target or not supports(name, posterior):
-            why = (
-                "needs training data" if needs_target else f"does not work with {posterior.layout.num_classes} classes"
-            )
-            if wanted:
-                raise UsageError(f"--integrator {name} {why}, so it cannot be compared on a Gaussian")
-            continue
-        integrators += [
-            configured
-            for settings in _settings(name)
-            if _works(configured := ConfiguredIntegrator(name, settings), posterior)
-        ]
-    return integrators
-
-
-def _settings(name: str) -> Iterator[dict[str, Any]]:
-    """The defaults, then each setting in turn away from its default."""
-    yield {}
-    for setting, spec in (declaration("integrators", name, "SETTINGS") or {}).items():
-        choices = (True,) if spec.type is bool else spec.choices
-        yield from ({setting: value} for value in choices if value != spec.default)
-
-
-def _works(configured: ConfiguredIntegrator, posterior: Gaussian) -> bool:
-    """Whether the integrator takes these settings, and this number of classes with them."""
-    try:
-        predict(configured, posterior, num_samples=1, generator=torch.Generator().manual_seed(0))
-    except UsageError:
-        return False
-    return True
-
-
-def predict(
-    configured: ConfiguredIntegrator, posterior: Gaussian, *, num_samples: int, generator: torch.Generator
-) -> Prediction:
-    """The prediction at every row of the identity, in float64 as far as the integrator keeps it."""
-    features = torch.eye(posterior.layout.num_features, dtype=torch.float64, device=posterior.mean.device)
-    integrator = configured.integrator
-    draws = num_samples if integrator.is_sampling else None
-    ready = integrator.prepare(posterior, num_samples=draws, generator=generator)
-    return ready.predict(posterior, features, num_samples=draws, generator=generator)
-
-
-def softmax_posterior(mean: Tensor, covariance: Tensor) -> Gaussian:
-    """One example whose K logits are N(mean (K,), covariance (K, K)). Raises UsageError when that is not a covariance."""
-    layout = HeadLayout(len(mean), 1, has_bias=False)
-    variances = covariance.diagonal()
-    if torch.equal(covariance, variances.diag()):
-        return Gaussian(mean, Diag(variances), layout)
-    values, vectors = torch.linalg.eigh(covariance)
-    if values.min() < -1e-10 * values.abs().max():
-        raise UsageError(
-            f"--covariance: expected no negative eigenvalue; got {values.min().item():.4g}", hint="check its entries"
-        )
-    # A root of any shape becomes a triangular one, also where the covariance is singular.
-    upper = torch.linalg.qr((vectors * values.clamp_min(0).sqrt()).T).R
-    return Gaussian(mean, Full(upper.T.contiguous()), layout)
-
-
-def sigmoid_posterior(means: Tensor, variances: Tensor) -> Gaussian:
-    """N examples with a single logit each, independent, of these means (N,) and variances (N,)."""
-    return Gaussian(means, Diag(variances), HeadLayout(1, len(means), has_bias=False))

@@ -76,7 +76,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: MergeOptions) -> Result:
-    """Join and publish; the result's metrics are those of hmc, over all chains."""
+    """Merge and publish. The result's metrics are those of hmc, over all chains."""
     require_features(run)
     parts = find_parts(run, options)
     train = load_fitted(run, fit_on(parts[0].header))
@@ -104,40 +104,23 @@ def run(run: Run, options: MergeOptions) -> Result:
     )
 
     def fit() -> Fitted:
-
         return merge_chains(run, options, request, parts, train=train, held_out=held_out)
 
     return produce_posterior(run, request, fit, lambda meta: _report(meta, options))
 
 
-def _report(meta: Mapping[str, Any], options: MergeOptions) -> Report:
-    metrics, joined = meta["metrics"], meta["joined"]
-    shown = ", ".join(
-        f"{one['name']} (seed {'+'.join(map(str, one['seeds']))}, {one['chains']} x {one['draws']}"
-        + (")" if one["max_rhat"] is None else f", R-hat {one['max_rhat']:.3f})")
-        for one in joined
-    )
-    lines = [f"joined: {shown}"]
-    if longer := [one for one in joined if one["draws"] > metrics["draws"]]:
-        names = ", ".join(one["name"] for one in longer)
-        lines.append(f"cut to the shortest run, {metrics['draws']} draws per chain: {names}")
-    if stopped := [f"{one['name']} ({one['stopped_by']})" for one in joined if one["stopped_by"] is not None]:
-        lines.append(f"stopped early by hmc --until: {', '.join(stopped)}; this makes the joint numbers optimistic too")
-    return Report(metrics, [*lines, *summary(metrics)], verdict(metrics, HmcOptions(max_rhat=options.max_rhat)))
-
-
 _METHODS = ("hmc", "merge")
-_OF_THE_FIT = ("base", "features.val")  # inputs that the target does not depend on but by its prior
 _ROLE = "draws."
+_OF_THE_FIT = ("base", "features.val")  # inputs that the target does not depend on but by its prior
 _MAX_SHOWN = 120
 
 
 @dataclass(frozen=True)
 class MergedRun:
-    """Draws that are to be joined.
+    """Draws to merge.
 
     Attributes:
-        source: as the merged posterior names them; no artifact of the run where the file is another folder's, whose own inputs may be gone.
+        source: source that the merged posterior records; not an artifact if the file is in another run folder, whose inputs may be gone.
     """
 
     path: Path
@@ -146,7 +129,7 @@ class MergedRun:
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
-        """The numbers of the runs."""
+        """Return the recorded metrics."""
         return dict(self.header.meta["metrics"])
 
     @property
@@ -166,19 +149,19 @@ class MergedRun:
 
     @property
     def layers(self) -> str:
-        """Which parameters the draws are of."""
+        """Return the layers that the draws are over."""
         return str(self.header.meta.get("layers") or LAST)
 
     @property
     def seeds(self) -> list[int]:
-        """Of the run, or of all that were joined before."""
+        """Return the seed of the run, or the seeds of all runs merged before."""
         joined = self.header.meta.get("joined")
         if joined is None:
             return [int(self.header.provenance["seed"])]
         return [int(seed) for one in joined for seed in one["seeds"]]
 
     def to_json(self) -> dict[str, Any]:
-        """What the merged posterior tells of it."""
+        """Return what the merged posterior records of this part."""
         judged_by = self.metrics.get("judged_by")
         return {
             "name": self.path.stem,
@@ -191,7 +174,7 @@ class MergedRun:
         }
 
     def facts(self) -> Iterator[tuple[str, object, str]]:
-        """What must be the same of all parts: what it is, its value, and how that is shown."""
+        """Return the facts that all parts must share: name to value and text."""
         meta = self.header.meta
         yield "checkpoint", self.header.weights_digest, _short(self.header.weights_digest)
         yield "layers", self.layers, self.layers
@@ -211,12 +194,12 @@ class MergedRun:
 
 
 def find_parts(run: Run, options: MergeOptions) -> list[MergedRun]:
-    """The draws that were named, in the order given.
+    """Return the named draws, in the order given.
 
     Raises:
-        UsageError: fewer than two, or one twice.
-        MissingInput: one is not there.
-        DataError: one is not of hmc, or stale.
+        UsageError: fewer than two draws are named, or one twice.
+        MissingInput: one does not exist.
+        DataError: one is not from hmc, or is stale.
     """
     if len(options.posterior) < 2:
         raise UsageError(f"--posterior: expected the draws of at least two hmc runs; got {len(options.posterior)}")
@@ -242,11 +225,14 @@ def find_parts(run: Run, options: MergeOptions) -> list[MergedRun]:
     return parts
 
 
+_NONE = (None, "none")
+
+
 def require_together(run: Run, parts: list[MergedRun], train: Split) -> None:
-    """Pass where the parts are independent chains of one posterior, which is that of the run.
+    """Check that the parts are independent chains of one posterior, the run's.
 
     Raises:
-        DataError: they are not; names what differs, and both values.
+        DataError: they are not. The message names what differs and both values.
     """
     digest = None if train.checkpoint is None else train.checkpoint["weights_digest"]
     here = {"checkpoint": (digest, _short(digest)), "features.train": _digest(train.source.content_digest)}
@@ -273,12 +259,20 @@ def require_together(run: Run, parts: list[MergedRun], train: Split) -> None:
             )
 
 
+def _digest(digest: str) -> tuple[str, str]:
+    return digest, _short(digest)
+
+
+def _short(digest: str | None) -> str:
+    """Shorten a digest for messages."""
+    return "none" if digest is None else digest[:27]
+
+
 Shown = Mapping[str, tuple[object, str]]  # what is told of draws, by name: the value, and how it is shown
-_NONE = (None, "none")
 
 
 def _compare(part: MergedRun, known: Shown, wanted: Shown, whose: str) -> None:
-    """Raise DataError where something of the part is another than what is wanted."""
+    """Raise DataError where a fact about the part differs from the expected one."""
     for name, (value, shown) in wanted.items():
         own, own_shown = known.get(name, _NONE)
         if own != value:
@@ -290,44 +284,17 @@ def _compare(part: MergedRun, known: Shown, wanted: Shown, whose: str) -> None:
             )
 
 
-def _digest(digest: str) -> tuple[str, str]:
-    return digest, _short(digest)
-
-
-def _short(digest: str | None) -> str:
-    """A digest as it is shown."""
-    return "none" if digest is None else digest[:27]
-
-
 _OF_ONE_RUN = ("metrics", "method", "whitening", "joined")
-
-
-def merge_chains(
-    run: Run, options: MergeOptions, request: Request, parts: list[MergedRun], *, train: Split, held_out: Split | None
-) -> Fitted:
-    """The joined draws with what is told of them."""
-    layers, prior = parts[0].layers, posterior_prior(parts[0].path, parts[0].header)
-    if layers == LAST:
-        joining = Joining(run, request, parts, train, prior, head_judges(run, train, held_out))
-        return joining.fit()
-    reader = NetworkReader(run, options.trust_code)
-    with reader.recorded.visible():
-        whole = reader.split(train, layers)
-        judged_by, judged = "train", whole
-        if held_out is not None and held_out.content.labels is not None:
-            judged_by, judged = "heldout", reader.split(held_out, layers)
-        judges = {judged_by: network_judge(run, whole.target(prior, run.device), judged)}
-        return Joining(run, request, parts, whole, prior, judges, judged_by).fit()
 
 
 @dataclass(frozen=True)
 class Joining:
-    """One request for joined chains, and what it needs.
+    """One request for merged chains.
 
     Args:
-        train: the training split, whose layout is theta's.
-        judges: how chains agree on log probabilities of labels, by whose they are: heldout, train.
-        judged_by: whose numbers decide about the chains; None for the parameters'.
+        train: training split, with the layout of theta.
+        judges: split name (heldout, train) to the judge of how chains agree on log probabilities of its labels.
+        judged_by: split whose predictions decide whether the chains converged; None to decide by the parameters.
     """
 
     run: Run
@@ -339,7 +306,7 @@ class Joining:
     judged_by: str | None = None
 
     def fit(self) -> Fitted:
-        """The draws, judged as hmc judges its own."""
+        """Judge the draws as hmc does."""
         drawn, step_sizes = _joined(self.parts)
         metrics = hmc_metrics(
             drawn,
@@ -366,7 +333,7 @@ class Joining:
         return Fitted({}, meta, metrics, self.train, write=partial(self._write, content))
 
     def _common(self, name: str) -> Any:
-        """What all runs have had; None where they differ, or had none."""
+        """Return the value that all runs share; None where they differ or have none."""
         values = [part.metrics.get(name) for part in self.parts]
         return values[0] if all(value == values[0] for value in values) else None
 
@@ -385,8 +352,26 @@ class Joining:
         )
 
 
+def merge_chains(
+    run: Run, options: MergeOptions, request: Request, parts: list[MergedRun], *, train: Split, held_out: Split | None
+) -> Fitted:
+    """Merge the draws, judge them and measure them on val."""
+    layers, prior = parts[0].layers, posterior_prior(parts[0].path, parts[0].header)
+    if layers == LAST:
+        joining = Joining(run, request, parts, train, prior, head_judges(run, train, held_out))
+        return joining.fit()
+    reader = NetworkReader(run, options.trust_code)
+    with reader.recorded.visible():
+        whole = reader.split(train, layers)
+        judged_by, judged = "train", whole
+        if held_out is not None and held_out.content.labels is not None:
+            judged_by, judged = "heldout", reader.split(held_out, layers)
+        judges = {judged_by: network_judge(run, whole.target(prior, run.device), judged)}
+        return Joining(run, request, parts, whole, prior, judges, judged_by).fit()
+
+
 def _joined(parts: list[MergedRun]) -> tuple[HmcRun, np.ndarray]:
-    """The chains one after the other, each cut to the shortest, and the step sizes (C, T) that they had."""
+    """Concatenate the chains, cut to the shortest, and return their step sizes (C, T) too."""
     found = [open_samples(part.path) for part in parts]
     num_draws = min(posterior.draws.shape[1] for posterior, _ in found)
     draws = torch.cat([posterior.draws[:, :num_draws] for posterior, _ in found])
@@ -402,3 +387,19 @@ def _joined(parts: list[MergedRun]) -> tuple[HmcRun, np.ndarray]:
         torch.from_numpy(stats["n_steps"]),
     )
     return drawn, stats["step_size"]
+
+
+def _report(meta: Mapping[str, Any], options: MergeOptions) -> Report:
+    metrics, joined = meta["metrics"], meta["joined"]
+    shown = ", ".join(
+        f"{one['name']} (seed {'+'.join(map(str, one['seeds']))}, {one['chains']} x {one['draws']}"
+        + (")" if one["max_rhat"] is None else f", R-hat {one['max_rhat']:.3f})")
+        for one in joined
+    )
+    lines = [f"joined: {shown}"]
+    if longer := [one for one in joined if one["draws"] > metrics["draws"]]:
+        names = ", ".join(one["name"] for one in longer)
+        lines.append(f"cut to the shortest run, {metrics['draws']} draws per chain: {names}")
+    if stopped := [f"{one['name']} ({one['stopped_by']})" for one in joined if one["stopped_by"] is not None]:
+        lines.append(f"stopped early by hmc --until: {', '.join(stopped)}; this makes the joint numbers optimistic too")
+    return Report(metrics, [*lines, *summary(metrics)], verdict(metrics, HmcOptions(max_rhat=options.max_rhat)))

@@ -22,15 +22,16 @@ from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space, reso
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
 from bnncli.inference.elbo import measure_gain
+from bnncli.inference.network_memory import NetworkDraws
 from bnncli.inference.prior_variants import PriorTrial, climb_prior
 from bnncli.inference.refine import RefineFit, fit_flow
-from bnncli.integrators.mc import affordable_draws
+from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.lazy import torch
 from bnncli.names import counted, percent
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import collected, option
 from bnncli.options.shared import AUTO, INHERIT, LayersOptions, SearchedPriorOptions
-from bnncli.parameters.layouts import HeadLayout, MatrixLayout, ParamLayout, vector_layout
+from bnncli.parameters.layouts import HeadLayout, MatrixLayout, vector_layout
 from bnncli.parameters.module import LAST, ModuleLayout, recorded_layout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import is_idle
@@ -62,15 +63,13 @@ from bnncli.session.val_report import PLAINER, labeled_val, measure_on_val, val_
 from bnncli.system.memory import budget, bytes_text
 from bnncli.targets.target import Target
 
-# Of several flows.
-
-TRIAL_DRAWS = 256  # that judge a prior precision on val; fewer of large heads
-BASE = "laplace"  # the default base of the last layer, and what that of other layers begins with
+TRIAL_DRAWS = 256  # draws that score a prior precision on val; fewer for large heads
+BASE = "laplace"  # default base of the last layer; those of other layers add a suffix
 
 
 @dataclass(frozen=True)
 class RefineOptions(SearchedPriorOptions):
-    """Options of refine, `settings` being those that flows declare."""
+    """Options of refine. `settings` holds the options that flows declare."""
 
     may_follow_base: ClassVar[bool] = True
     base: str = option(
@@ -148,38 +147,38 @@ class RefineOptions(SearchedPriorOptions):
 
     @property
     def chosen_flow(self) -> str:
-        """The flow that was asked for, or the default one.
+        """Return the flow, with the default filled in.
 
-        All of a network's weights are not moved as far as affine flows do unless that was asked for: the prior precision that suits
-        linearised predictions is far from that of a target whose draws predict well.
+        For a whole network the default is radial, which moves the weights less. The prior precision chosen for linearised predictions
+        is far from one at which draws from the target predict well, and affine flows move all the way to that target.
         """
         if self.flow is not None:
             return self.flow
-        is_asked = any(value is not None for value in self.settings.values())  # of which radial flows have none
-        return "affine" if self.is_last_layer or self.subspace is not None or is_asked else "radial"
+        has_settings = any(value is not None for value in self.settings.values())  # radial flows have none
+        return "affine" if self.is_last_layer or self.subspace is not None or has_settings else "radial"
 
     @property
     def trial_epochs(self) -> int:
-        """Epochs of a short refinement that tries a prior precision and goes on from a neighbour's layers, of a resolved recipe.
+        """Return the epochs of a trial refinement, which continues from the layers of a neighbouring prior precision.
 
-        On 397 digits under six priors the val NLL is within .007 of that of all epochs.
+        On 397 digits with six priors, the val NLL is within 0.007 of that after all epochs.
         """
         return -(-(self.epochs or 1) // 8)
 
     @property
     def num_elbo_draws(self) -> int:
-        """The draws that were asked for, or the default ones."""
+        """Return the draws for the ELBO, with the default filled in."""
         if self.elbo_draws is not None:
             return self.elbo_draws
         return 256 if self.is_last_layer else 32
 
     @property
     def default_base(self) -> str:
-        """The name of the base that fit-laplace makes of these layers."""
+        """Return the default name of fit-laplace's posterior over these layers."""
         return f"{BASE}{self.layers_suffix}"
 
     def params(self) -> dict[str, Any]:
-        """The options that change numbers."""
+        """Return the options that change numbers."""
         inside = {} if self.subspace is None else {"subspace": self.subspace}
         return {**super().params(), **self.layers_params, **inside}
 
@@ -199,19 +198,9 @@ COMMAND = Command(
     place=40,
 )
 
-_TARGET = (
-    "layers",
-    "fit_on",
-    "prior_precision",
-    "bias_precision",
-    "part_precisions",
-    "prior_mean_scale",
-)  # in a header
-_LEAST_STEPS = 25  # of a trial: of fewer the flow stays where its neighbour's was
-
 
 def run(run: Run, options: RefineOptions) -> Result:
-    """Refine and publish; the result's metrics have the ELBO before and after."""
+    """Refine and publish. The result's metrics have the ELBO before and after."""
     given = open_inputs(run, options)
     if given.base_path is not None:
         run.require_device()
@@ -222,8 +211,8 @@ def run(run: Run, options: RefineOptions) -> Result:
     options = resolve(run, options, sizes)
     options = _with_prior_choice(run, options, given, layout.num_params)
     sources = list(given.sources)
-    prior = prior_of(run, options, given.base_path, sources)
-    room = Room(run, options, sizes, given)
+    prior = _find_prior(run, options, given.base_path, sources)
+    plan = MemoryPlan(run, options, sizes, given)
     request = posterior_request(
         run,
         f"refine{options.layers_suffix}",
@@ -231,67 +220,62 @@ def run(run: Run, options: RefineOptions) -> Result:
         algo_rev=_revisions.of_refine(options.chosen_flow, options.settings.get("scale")),
         sources=sources,
         checkpoint=given.train.checkpoint,
-        estimated_bytes=lambda: room.stored_bytes(layout.num_params),
-        require=lambda: room.required,
-        estimated_memory=lambda: room.required,
+        estimated_bytes=lambda: plan.stored_bytes(layout.num_params),
+        require=lambda: plan.required_bytes,
+        estimated_memory=lambda: plan.required_bytes,
     )
 
     def fit() -> Fitted:
-
-        with seen(options, room.reader, given.train, given.val) as splits:
-            base_at = partial(base_of, run, splits[0], given.base_path)
+        with _open_splits(options, plan.reader, given.train, given.val) as splits:
+            base_at = partial(_open_base, run, splits[0], given.base_path)
             rows = fit_on_meta(given.header)
-            by = None if given.base_path is None or given.header is None else default_integrator(given.header)
-            return refine_base(
-                run, options, splits, base_at, prior=prior, request=request, rows=rows, base_integrator=by
+            header = None if given.base_path is None else given.header
+            integrator = None if header is None else default_integrator(header)
+            return _refine(
+                run, options, splits, base_at, prior=prior, request=request, rows=rows, base_integrator=integrator
             )
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
 
 
-def _with_prior_choice(run: Run, options: RefineOptions, given: StartInputs, num_params: int) -> RefineOptions:
-    """The options, with inherit in place of auto where the epochs are too few to try another prior precision."""
-    assert options.epochs is not None
-    assert options.batch_size is not None
-    num_steps = options.trial_epochs * -(-len(given.train.content.features) // options.batch_size)
-    too_short = f"an eighth of the epochs is {counted(num_steps, 'step')}" if num_steps < _LEAST_STEPS else None
-    num_drawn = affordable_draws(TRIAL_DRAWS, num_params)
-    return with_prior_choice(run, options, given.val, num_drawn=num_drawn, too_short=too_short)
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a refinement.
 
+    Attributes:
+        layout: layout of theta: a last layer, in the row space if the base was fitted there, or a network's parameters.
+        acted: layout of what the flow acts on: the same, or the coordinates along a subspace.
+        num_examples: N.
+    """
 
-def _warn_of_val(run: Run, path: Path, metrics: dict[str, Any], *, base: str) -> None:
-    """Say so where the refined posterior is worse on val than the network, its best temperature or the base."""
-    also = []
-    if "base" in worse_than(metrics):
-        measured = metrics["val"]["base"]
-        also.append(f"{to_predict(run, base, measured['integrator'], is_default=True)} ({measured['nll']:.4f})")
-    warn_if_worse(run, path, metrics, method="refine", also=also)
+    layout: HeadLayout | ModuleLayout
+    acted: MatrixLayout | ModuleLayout
+    num_examples: int
 
-
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    _warn_of_val(run, request.target, metrics, base=str(request.params["base"]))
-    return Report(metrics, summary(metrics, has_draws=_has_draws(run, meta)))
-
-
-def _has_draws(run: Run, meta: Mapping[str, Any]) -> bool:
-    """Whether the run has draws by hmc, up to date, of the target of a posterior with this meta."""
-    draws = fresh_posterior(run, f"hmc{LayersOptions(meta.get('layers', LAST)).layers_suffix}", {})
-    return draws is not None and all(draws.meta.get(name) == meta.get(name) for name in _TARGET)
+    @classmethod
+    def of(cls, layout: HeadLayout | ModuleLayout, num_directions: int | None, num_examples: int) -> Sizes:
+        """Raise UsageError where theta has fewer than `num_directions` parameters."""
+        if num_directions is None:
+            return cls(layout, layout, num_examples)
+        if num_directions > layout.num_params:
+            raise UsageError(
+                f"\0subspace\0: expected 1 to {layout.num_params} (the number of parameters); got {num_directions}"
+            )
+        return cls(layout, vector_layout(num_directions), num_examples)
 
 
 @dataclass(frozen=True)
 class StartInputs:
-    """What was given to refine.
+    """Inputs of a refinement.
 
     Attributes:
-        options: those asked for, with the layers of the base.
-        train: the labelled split to train on.
-        val: the labelled split to judge by, if there is one.
-        base_path: the base's file; None where the base is the prior.
-        header: of that file, or of the one whose prior it is.
-        span: the row space that the base was fitted in, if any.
-        sources: of the splits, the base and the network.
+        options: options as given, with the layers of the base.
+        train: labelled split to train on.
+        val: labelled split to score on, if any.
+        base_path: file of the base; None where the base is the prior.
+        header: header of that file, or of the posterior whose prior is the base.
+        span: row space that the base was fitted in, if any.
+        sources: sources of the splits, the base and the network.
     """
 
     options: RefineOptions
@@ -304,18 +288,90 @@ class StartInputs:
 
     @property
     def base_name(self) -> str:
-        """The base's posterior, or prior."""
+        """Return the name of the base posterior, or `prior`."""
         return self.base_path.stem if self.base_path else "prior"
 
     def layout(self, run: Run) -> HeadLayout | ModuleLayout:
-        """Of all of theta. Raises MissingInput where other layers than the last are known of no Gaussian."""
+        """Return the layout of theta.
+
+        Raises:
+            MissingInput: no Gaussian records the layout of other layers than the last.
+        """
         if self.options.is_last_layer:
             return self.train.layout
         return recorded_layout((self.header or read_header(find_base(run, self.options, None))).meta)
 
 
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory and disk that a refinement takes, computed when first needed.
+
+    Args:
+        options: options, resolved.
+    """
+
+    run: Run
+    options: RefineOptions
+    sizes: Sizes
+    given: StartInputs
+
+    @cached_property
+    def num_layer_params(self) -> int:
+        """Return the number of parameters in all layers of the flow."""
+        options = self.options
+        layer = build_layers(options.chosen_flow, self.sizes.acted, torch.Generator(), length=1, **options.settings)[0]
+        return (options.length or 0) * sum(part.numel() for part in layer.parameters())
+
+    @cached_property
+    def reader(self) -> NetworkReader | None:
+        """Return the reader of the network; None for the last layer."""
+        return None if self.options.is_last_layer else NetworkReader.of(self.run, self.options)
+
+    @cached_property
+    def required_bytes(self) -> int | None:
+        """Return the bytes of memory; None for a last layer. Raises DeviceError where they are not there."""
+        if self.reader is not None:
+            return self._require_network(self.reader)
+        given, options = self.given, self.options
+        if given.header is not None:
+            structure = str(given.header.meta.get("structure"))
+            memory.require_refinement(
+                structure,
+                cast(HeadLayout, self.sizes.layout),
+                self.run.device_name,
+                whole=given.train.layout if given.span else None,
+                num_draws=options.num_elbo_draws,
+                training=training_bytes(options, self.sizes, self.num_layer_params),
+                **({} if structure in names("curvature") else {"elements": self._base_bytes // 4}),
+            )
+        return None
+
+    def _require_network(self, reader: NetworkReader) -> int:
+        options, val = self.options, self.given.val
+        num_val = 0 if val is None else len(val.content.features)
+        with reader.recorded.visible():
+            layout = reader.layout(self.given.train, options.layers)
+            plan = NetworkDraws(layout, self.sizes.num_examples, num_val, self._base_bytes or 16 * layout.num_params)
+            return plan.require_refinement(
+                self.run.device,
+                training=training_bytes(options, self.sizes, self.num_layer_params),
+                num_drawn=_recipe(options).num_draws,
+                num_judging=options.num_elbo_draws,
+                num_predicting=Mc().default_for(layout.num_params, is_last_layer=False),
+            )
+
+    @property
+    def _base_bytes(self) -> int:
+        return 0 if self.given.base_path is None else self.given.base_path.stat().st_size
+
+    def stored_bytes(self, num_params: int) -> int:
+        """Return the size of the posterior's file for theta of `num_params` parameters."""
+        num_stored = num_params * (4 + (self.options.subspace or 0)) + self.num_layer_params
+        return self._base_bytes + 8 * num_stored
+
+
 def open_inputs(run: Run, options: RefineOptions) -> StartInputs:
-    """The inputs of a run. Raises BnnError where one is missing, or does not fit what is asked for."""
+    """Open the inputs. Raises BnnError where one is missing or does not fit the options."""
     require_features(run)
     base_path, header, span, of_base = None, None, None, []
     if options.base != "prior":
@@ -334,30 +390,6 @@ def open_inputs(run: Run, options: RefineOptions) -> StartInputs:
     if not options.is_last_layer:
         sources += network_sources([split for split in (train, val) if split is not None])
     return StartInputs(options, train, val, base_path, header, span, tuple(sources))
-
-
-def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:
-    """The options with the layers that the base is over. Raises UsageError where others were asked for."""
-    layers = str(header.meta.get("layers", LAST))
-    if not options.is_last_layer and layers != options.layers:
-        raise UsageError(
-            f"--layers {options.layers}: the base {header.path} is over --layers {layers}; omit --layers to "
-            "refine it unchanged"
-        )
-    return replace(options, layers=layers)
-
-
-def prior_of(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
-    """The target's prior: as given, or the base's; with --base prior, that of the run's laplace."""
-    if options.given_precision is not None:
-        return Prior(options.given_precision)
-    path = base_path
-    if path is None:
-        path = run.folder.posterior(options.default_base)
-        if not path.is_file():
-            raise UsageError("--base prior: give --prior-precision NUMBER, or run fit-laplace first")
-        sources.append(posterior_source(run, path, "prior_precision")[1])
-    return posterior_prior(path, read_header(path))
 
 
 def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
@@ -379,40 +411,22 @@ def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
         )
 
 
-_OF_A_MATRIX = ("kron", "block")  # linear parts of affine flows, which a network's parameters together have not
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the work is about.
-
-    Attributes:
-        layout: of theta: of the last layer, in the row space where the base was fitted there, or of a network's parameters.
-        acted: of what the layers act on: the same, or the coordinates along a subspace.
-        num_examples: N.
-    """
-
-    layout: HeadLayout | ModuleLayout
-    acted: MatrixLayout | ModuleLayout
-    num_examples: int
-
-    @classmethod
-    def of(cls, layout: HeadLayout | ModuleLayout, num_directions: int | None, num_examples: int) -> Sizes:
-        """Raises UsageError where theta has not so many directions."""
-        if num_directions is None:
-            return cls(layout, layout, num_examples)
-        if num_directions > layout.num_params:
-            raise UsageError(
-                f"\0subspace\0: expected 1 to {layout.num_params} (the number of parameters); got {num_directions}"
-            )
-        return cls(layout, vector_layout(num_directions), num_examples)
+def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:
+    """Return the options with the layers of the base. Raises UsageError where --layers names others."""
+    layers = str(header.meta.get("layers", LAST))
+    if not options.is_last_layer and layers != options.layers:
+        raise UsageError(
+            f"--layers {options.layers}: the base {header.path} is over --layers {layers}; omit --layers to "
+            "refine it unchanged"
+        )
+    return replace(options, layers=layers)
 
 
 def resolve(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
-    """The options with the flow's own choices in place of those that were left open.
+    """Return the options with the flow's defaults filled in.
 
     Raises:
-        UsageError: the flow does not take what was given, or not here.
+        UsageError: the flow does not take a given option, or not over these layers.
     """
     options = replace(options, flow=options.chosen_flow, elbo_draws=options.num_elbo_draws)
     options = _with_scale(run, options, sizes)
@@ -428,12 +442,12 @@ def resolve(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
 
 
 def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
-    """The options with the linear part of an affine flow where none was asked for: one that is there and fits in memory."""
+    """Return the options with a linear part of an affine flow that fits in memory, where none was given."""
     if options.chosen_flow != "affine":
         return options
     is_of_network = not options.is_last_layer and options.subspace is None
     scale = options.settings.get("scale")
-    if is_of_network and scale in _OF_A_MATRIX:
+    if is_of_network and scale in ("kron", "block"):
         raise UsageError(
             f"\0scale\0 {scale} needs a single weight matrix; over \0layers\0 {options.layers} use low-rank or diag"
         )
@@ -447,14 +461,51 @@ def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions
         scale: training_bytes(options, sizes, length * num_elements(cast(MatrixLayout, sizes.acted), scale))
         for scale in ("kron", "low-rank")
     }
-    there = budget(run.device_name)
-    if needed["kron"] <= there or needed["low-rank"] >= needed["kron"]:
+    available = budget(run.device_name)
+    if needed["kron"] <= available or needed["low-rank"] >= needed["kron"]:
         return options
     run.console.warn(
         f"using --scale low-rank: --scale kron, the default, needs about {bytes_text(needed['kron'])} of memory, "
-        f"but only {bytes_text(there)} can be used on {run.device_name}"
+        f"but only {bytes_text(available)} can be used on {run.device_name}"
     )
     return replace(options, settings={**options.settings, "scale": "low-rank"})
+
+
+_LEAST_STEPS = 25  # in a trial; with fewer the flow hardly moves from its neighbour's
+
+
+def _with_prior_choice(run: Run, options: RefineOptions, given: StartInputs, num_params: int) -> RefineOptions:
+    """Return the options, with inherit in place of auto where a trial would have too few steps."""
+    assert options.epochs is not None
+    assert options.batch_size is not None
+    num_steps = options.trial_epochs * -(-len(given.train.content.features) // options.batch_size)
+    too_short = f"an eighth of the epochs is {counted(num_steps, 'step')}" if num_steps < _LEAST_STEPS else None
+    num_drawn = affordable_draws(TRIAL_DRAWS, num_params)
+    return with_prior_choice(run, options, given.val, num_drawn=num_drawn, too_short=too_short)
+
+
+def _find_prior(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
+    """Return the target's prior: as given, or the base's. With --base prior, take that of laplace and add it to `sources`."""
+    if options.given_precision is not None:
+        return Prior(options.given_precision)
+    path = base_path
+    if path is None:
+        path = run.folder.posterior(options.default_base)
+        if not path.is_file():
+            raise UsageError("--base prior: give --prior-precision NUMBER, or run fit-laplace first")
+        sources.append(posterior_source(run, path, "prior_precision")[1])
+    return posterior_prior(path, read_header(path))
+
+
+def training_bytes(options: RefineOptions, sizes: Sizes, num_layer_params: int) -> int:
+    """Return the bytes of memory that training takes."""
+    recipe = _recipe(options)
+    batch_size = recipe.batch_size if recipe.batch_size < sizes.num_examples else 0
+    plan = {"num_layer_params": num_layer_params, "num_draws": recipe.num_draws, "batch_size": batch_size}
+    needed = memory.training_bytes(sizes.layout, **plan)
+    if options.subspace is not None:
+        needed += memory.subspace_bytes(sizes.layout.num_params, options.subspace)
+    return needed
 
 
 def _recipe(options: RefineOptions) -> Recipe:
@@ -469,185 +520,14 @@ def _recipe(options: RefineOptions) -> Recipe:
     )
 
 
-def training_bytes(options: RefineOptions, sizes: Sizes, num_layer_params: int) -> int:
-    """Bytes that the training takes with these options."""
-    recipe = _recipe(options)
-    batch_size = recipe.batch_size if recipe.batch_size < sizes.num_examples else 0
-    plan = {"num_layer_params": num_layer_params, "num_draws": recipe.num_draws, "batch_size": batch_size}
-    needed = memory.training_bytes(sizes.layout, **plan)
-    return needed + (
-        0 if options.subspace is None else memory.subspace_bytes(sizes.layout.num_params, options.subspace)
-    )
-
-
-def require_room(
-    run: Run,
-    options: RefineOptions,
-    sizes: Sizes,
-    base: Header,
-    *,
-    num_layer_params: int,
-    whole: HeadLayout | None,
-    base_bytes: int,
-) -> None:
-    """Pass when the work on a last layer has room; base_bytes: of the base's file. Raises DeviceError, naming what has, otherwise."""
-    training = training_bytes(options, sizes, num_layer_params)
-    known: dict[str, Any] = {"num_draws": options.num_elbo_draws, "training": training}
-    structure = str(base.meta.get("structure"))
-    if structure not in names("curvature"):
-        known["elements"] = base_bytes // 4
-    memory.require_refinement(structure, cast(HeadLayout, sizes.layout), run.device_name, whole=whole, **known)
-
-
-def require_network_room(
-    run: Run,
-    options: RefineOptions,
-    sizes: Sizes,
-    reader: NetworkReader | None,
-    *,
-    splits: tuple[Split, Split | None],
-    num_layer_params: int,
-    base_bytes: int,
-) -> int:
-    """Bytes of memory that the work over a network's layers takes. Raises DeviceError where there is no room for it.
-
-    Args:
-        reader: of the network.
-        splits: to train on, and to judge by.
-        base_bytes: of the base's file; 0 for the prior.
-    """
-    from bnncli.inference.network_memory import NetworkDraws
-    from bnncli.integrators.mc import Mc
-
-    assert reader is not None
-    train, val = splits
-    held = 0 if val is None else len(val.content.features)
-    with reader.recorded.visible():
-        layout = reader.layout(train, options.layers)
-        plan = NetworkDraws(layout, sizes.num_examples, held, base_bytes or 16 * layout.num_params)
-        return plan.require_refinement(
-            run.device,
-            training=training_bytes(options, sizes, num_layer_params),
-            num_drawn=_recipe(options).num_draws,
-            num_judging=options.num_elbo_draws,
-            num_predicting=Mc().default_for(layout.num_params, is_last_layer=False),
-        )
-
-
-@dataclass(frozen=True)
-class Room:
-    """What is found out of it once, when it is first asked for.
-
-    Args:
-        options: resolved.
-        sizes: of the work.
-        given: the inputs.
-    """
-
-    run: Run
-    options: RefineOptions
-    sizes: Sizes
-    given: StartInputs
-
-    @cached_property
-    def num_layer_params(self) -> int:
-        """Numbers in all layers."""
-
-        return num_layer_params(self.options, self.sizes.acted)
-
-    @cached_property
-    def reader(self) -> NetworkReader | None:
-        """Of the network; None for the last layer."""
-        from bnncli.session.network_splits import NetworkReader
-
-        return None if self.options.is_last_layer else NetworkReader.of(self.run, self.options)
-
-    @cached_property
-    def required(self) -> int | None:
-        """Bytes of memory, None where none are told. Raises DeviceError where there is no room."""
-        given = self.given
-        if not self.options.is_last_layer:
-            return require_network_room(
-                self.run,
-                self.options,
-                self.sizes,
-                self.reader,
-                splits=(given.train, given.val),
-                num_layer_params=self.num_layer_params,
-                base_bytes=self._base_bytes,
-            )
-        if given.header is not None:
-            require_room(
-                self.run,
-                self.options,
-                self.sizes,
-                given.header,
-                num_layer_params=self.num_layer_params,
-                whole=given.train.layout if given.span else None,
-                base_bytes=self._base_bytes,
-            )
-        return None
-
-    @property
-    def _base_bytes(self) -> int:
-        return 0 if self.given.base_path is None else self.given.base_path.stat().st_size
-
-    def stored_bytes(self, num_params: int) -> int:
-        """Of the posterior's file, for theta of so many numbers."""
-        num_stored = num_params * (4 + (self.options.subspace or 0)) + self.num_layer_params
-        return self._base_bytes + 8 * num_stored
-
-
-def choose_prior(
-    run: Run,
-    options: RefineOptions,
-    prior: Prior,
-    splits: tuple[Split, Split],
-    fit_at: Callable[..., RefineFit],
-    *,
-    num_draws: int,
-) -> dict[str, Any]:
-    """Return the metrics of the search, the chosen prior among them.
-
-    Args:
-        prior: of the base: where the search starts.
-        splits: train, and val, labelled.
-        fit_at: a refinement under a prior, of so many epochs, which goes on from another posterior or none.
-        num_draws: from a posterior, that predict val.
-    """
-    train, val = splits
-    features, labels = val.features(run.device), val.labels(run.device)
-
-    def try_at(precision: float, before: PriorTrial | None) -> PriorTrial:
-        tried = prior.times(precision / prior.weight_precision)
-        epochs = options.trial_epochs * (2 if before is None else 1)  # the first starts from the base
-        fit = fit_at(tried, epochs=epochs, go_on=None if before is None else before.found[1])
-        theta = fit.posterior.sample(num_draws, run.stream("refine/prior-draws"))
-        losses = train.target(tried, run.device).held_out(features, labels).losses(theta)
-        return PriorTrial(precision, losses.cpu(), len(fit.history), float(options.epochs or 0), (tried, fit.posterior))
-
-    found = climb_prior(try_at, prior.weight_precision, progress=run.console)
-    passes = sum(trial.cost for trial in found.trials) * (options.num_draws or 1)
-    return prior_metrics(found, found.best.found[0], passes=passes)
-
-
-IDLE_DRAWS = 64
-
-
-def num_layer_params(options: RefineOptions, layout: ParamLayout) -> int:
-    """Numbers in all layers, as the fit will build them."""
-    layer = build_layers(options.chosen_flow, layout, torch.Generator(), length=1, **options.settings)[0]
-    return (options.length or 0) * sum(part.numel() for part in layer.parameters())
-
-
 @contextmanager
-def seen(
+def _open_splits(
     options: RefineOptions, reader: NetworkReader | None, train: Split, val: Split | None
 ) -> Iterator[tuple[Split, Split | None]]:
-    """Both splits as the posterior sees them: their features, or the inputs of the network, which is at hand inside the block.
+    """Yield train and val as the posterior sees them: their features, or the network's inputs.
 
     Args:
-        reader: of the network; None for the last layer.
+        reader: reader of the network, which can be imported inside the block; None for the last layer.
     """
     if reader is None:
         yield train, val
@@ -656,11 +536,11 @@ def seen(
         yield reader.split(train, options.layers), None if val is None else reader.split(val, options.layers)
 
 
-def base_of(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gaussian:
-    """The Gaussian that the flow starts from: the artifact's, or the prior itself."""
+def _open_base(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gaussian:
+    """Return the Gaussian that the flow starts from: that of a file, or the prior itself."""
     if base_path is None:
-        nothing = torch.zeros(train.layout.num_params, dtype=torch.float64)
-        covariance = Diag.from_hessian({"hessian.diag": nothing}, prior, train.layout)
+        zeros = torch.zeros(train.layout.num_params, dtype=torch.float64)
+        covariance = Diag.from_hessian({"hessian.diag": zeros}, prior, train.layout)
         return Gaussian(prior.center(train.layout), covariance, train.layout, prior).to(run.device)
     base, _ = open_posterior(base_path)
     if base.layout != train.layout:
@@ -669,15 +549,15 @@ def base_of(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gau
             code="wrong_layout",
             path=base_path,
         )
-    base = replace(base, layout=train.layout)  # bound to the network, where there is one
+    base = replace(base, layout=train.layout)  # this layout is bound to the network, if there is one
     return _within_rows(run, base, train, prior=prior, path=base_path).to(run.device)
 
 
 def _within_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: Path) -> Gaussian:
-    """The base itself; where it was fitted in the row space, with the target's prior outside, which is exact there.
+    """Give a base that was fitted in the row space the target's prior outside, where the posterior equals the prior.
 
     Raises:
-        DataError: the features lie outside the space that it was fitted in.
+        DataError: the features do not lie in the row space of the base.
     """
     within = rows_of(base.covariance)
     if within is None:
@@ -693,7 +573,7 @@ def _within_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: 
     return replace(base, mean=mean, covariance=replace(within, precision=prior.weight_precision))
 
 
-def refine_base(
+def _refine(
     run: Run,
     options: RefineOptions,
     splits: tuple[Split, Split | None],
@@ -704,19 +584,19 @@ def refine_base(
     rows: Mapping[str, str],
     base_integrator: str | None,
 ) -> Fitted:
-    """The flow, with what is told of it.
+    """Choose the prior precision if asked, train the flow, and measure the gain and the scores on val.
 
     Args:
-        base_at: the Gaussian to start from, for a target with this prior.
-        prior: of the base, or as given; another may be chosen.
-        rows: what the file records of those that it is fitted to.
-        base_integrator: by which predict predicts with the base; None for the prior as a base.
+        base_at: returns the Gaussian to start from, for a target with this prior.
+        prior: prior of the base, or as given. The search for a prior precision starts there.
+        rows: metadata on the rows that the posterior is fitted to.
+        base_integrator: default integrator of the base; None where the base is the prior.
     """
     train, val = splits
-    told: dict[str, Any] = {}
+    prior_search: dict[str, Any] = {}
 
     def fit_at(prior: Prior, **choices: Any) -> RefineFit:
-        tried = base_at(prior)
+        base = base_at(prior)
         given = {
             "flow": options.chosen_flow,
             "length": options.length,
@@ -727,25 +607,25 @@ def refine_base(
             "patience": options.patience,
             "space": options.space,
             "settings": options.settings,
-            "subspace": _subspace(run, options, tried),
+            "subspace": _subspace(run, options, base),
             "generator": run.stream("refine/train"),
             "progress": run.console,
         }
-        return _fit_flow(train.target(prior, run.device), tried, **{**given, **choices})
+        return _fit_flow(train.target(prior, run.device), base, **{**given, **choices})
 
     if options.prior_precision == AUTO and val is not None:
         num_draws = affordable_draws(TRIAL_DRAWS, train.layout.num_params)
-        told = (stored_search(request) if options.resume else None) or choose_prior(
+        prior_search = (stored_search(request) if options.resume else None) or choose_prior(
             run, options, prior, (train, val), fit_at, num_draws=num_draws
         )
-        prior = Prior.from_meta(told, mean=prior.mean) or prior
-    also = search_identity(told)
+        prior = Prior.from_meta(prior_search, mean=prior.mean) or prior
+    also = search_identity(prior_search)
     resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
         found = fit_at(prior, state=resumable.restore(), save=resumable.save)
         base, target = base_at(prior), train.target(prior, run.device)
-        metrics = _measure(run, options, found, base, target) | told
-        passes = len(found.history) * (options.num_draws or 1) + told.get("prior_precision_search_passes", 0)
+        metrics = _measure(run, options, found, base, target) | prior_search
+        passes = len(found.history) * (options.num_draws or 1) + prior_search.get("prior_precision_search_passes", 0)
         metrics |= Cost.of_fit(passes, is_last_layer=options.is_last_layer).to_metrics()
         if val is not None:
             others = {} if base_integrator is None else {"base": (base, base_integrator)}
@@ -767,7 +647,7 @@ def refine_base(
 
 
 def _subspace(run: Run, options: RefineOptions, base: Gaussian) -> Subspace | None:
-    """The directions that the flow is to act in; None for all. In the row space, where the base was fitted there."""
+    """Return the directions that the flow acts in, within the row space if the base was fitted there; None for all."""
     if options.subspace is None:
         return None
     within = rows_of(base.covariance)
@@ -776,7 +656,7 @@ def _subspace(run: Run, options: RefineOptions, base: Gaussian) -> Subspace | No
 
 
 def _fit_flow(target: Any, base: Gaussian, **choices: Any) -> RefineFit:
-    """The flow on the base; where that was fitted in the row space the layers are trained and act there."""
+    """Train the flow on the base, within the row space if the base was fitted there."""
     within = rows_of(base.covariance)
     if within is None:
         return fit_flow(target, base, **choices)
@@ -786,8 +666,43 @@ def _fit_flow(target: Any, base: Gaussian, **choices: Any) -> RefineFit:
     return replace(fit, posterior=replace(fit.posterior, base=base))
 
 
+def choose_prior(
+    run: Run,
+    options: RefineOptions,
+    prior: Prior,
+    splits: tuple[Split, Split],
+    fit_at: Callable[..., RefineFit],
+    *,
+    num_draws: int,
+) -> dict[str, Any]:
+    """Search for the prior precision with the lowest NLL on val, and return the metrics of the search.
+
+    Args:
+        prior: prior of the base, where the search starts.
+        splits: train and labelled val.
+        fit_at: refines under a prior, for `epochs`, continuing from the posterior `go_on` if given.
+        num_draws: draws that predict val.
+    """
+    train, val = splits
+    features, labels = val.features(run.device), val.labels(run.device)
+
+    def try_at(precision: float, before: PriorTrial | None) -> PriorTrial:
+        own_prior = prior.times(precision / prior.weight_precision)
+        epochs = options.trial_epochs * (2 if before is None else 1)  # the first starts from the base
+        fit = fit_at(own_prior, epochs=epochs, go_on=None if before is None else before.found[1])
+        theta = fit.posterior.sample(num_draws, run.stream("refine/prior-draws"))
+        losses = train.target(own_prior, run.device).held_out(features, labels).losses(theta)
+        return PriorTrial(
+            precision, losses.cpu(), len(fit.history), float(options.epochs or 0), (own_prior, fit.posterior)
+        )
+
+    found = climb_prior(try_at, prior.weight_precision, progress=run.console)
+    passes = sum(trial.cost for trial in found.trials) * (options.num_draws or 1)
+    return prior_metrics(found, found.best.found[0], passes=passes)
+
+
 def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: Target) -> dict[str, Any]:
-    """ELBO before and after from fresh draws on the full data, both with the same noise, and what is to be said of it."""
+    """Return the ELBO before and after, from fresh draws with the same noise on the full data, and what describes the fit."""
     found = measure_gain(
         target,
         base,
@@ -802,9 +717,8 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
             f"the ELBO is not finite (before {before.value:.4g}, after {after.value:.4g})",
             hint=f"use a --learning-rate below {options.learning_rate}",
         )
-    estimates = {"before": before, "after": after}
     metrics: dict[str, Any] = {}
-    for name, estimate in estimates.items():
+    for name, estimate in (("before", before), ("after", after)):
         metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
         metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
     if fit.posterior.subspace is not None:
@@ -815,7 +729,7 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
         "elbo_gain": {"value": found.value, "standard_error": found.standard_error},
         "elbo_draws": len(before.log_weights),
         "verdict": found.verdict,
-        "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
+        "is_idle": is_idle(fit.posterior, fit.posterior.noise(64, run.stream("refine/idle"))),
         "flow": options.chosen_flow,
         "length": options.length,
         "space": options.space,
@@ -831,7 +745,7 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
 
 
 def _subspace_metrics(base: Gaussian, subspace: Subspace) -> dict[str, Any]:
-    """How many directions there are, and the base's variance along each as a part of its prior's, from the least to the most."""
+    """Return the number of directions, and the smallest and largest ratio of the base's variance to the prior's along one."""
     within = rows_of(base.covariance)
     covariance, layout = (base.covariance, base.layout) if within is None else (within.inner, within.rows.reduced)
     moved = covariance.unwhiten(subspace.basis.T)
@@ -842,15 +756,22 @@ def _subspace_metrics(base: Gaussian, subspace: Subspace) -> dict[str, Any]:
     return {"dimensions": len(shares), "share_of_prior": [min(shares), max(shares)]}
 
 
-FAR_LOG_WEIGHT_SD = 5.0
-NEARLY_ALL = 0.95  # of the prior's variance: what is left where the data say next to nothing
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    """Return the metrics and the summary. Warn where val prefers the network, its best temperature or the base."""
+    metrics, also = meta["metrics"], []
+    if "base" in worse_than(metrics):
+        measured = metrics["val"]["base"]
+        command = to_predict(run, str(request.params["base"]), measured["integrator"], is_default=True)
+        also.append(f"{command} ({measured['nll']:.4f})")
+    warn_if_worse(run, request.target, metrics, method="refine", also=also)
+    return Report(metrics, summary(metrics, has_draws=_has_draws(run, meta)))
 
 
 def summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
-    """The result for people, and what to do about it.
+    """Return the summary for people, with advice.
 
     Args:
-        has_draws: whether the run has draws of the target by hmc, up to date.
+        has_draws: True where the run has up-to-date hmc draws from the same target.
     """
     advice = _advice(metrics, "the run's hmc draws" if has_draws else "hmc")
     before, after, gain = (metrics[name] for name in ("elbo_before", "elbo_after", "elbo_gain"))
@@ -864,18 +785,18 @@ def summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
             f"stopped after {metrics['epochs_run']} of {metrics['epochs']} epochs because the ELBO no longer improved"
         )
     if "subspace" in metrics:
-        lines += _subspace_line(metrics["subspace"])
+        lines += _subspace_lines(metrics["subspace"])
     lines += val_lines(metrics)
     spread = metrics["log_weight_sd_before"]
     if metrics["verdict"] == "helped":
-        lines += _helped(metrics, advice)
+        lines += _helped_lines(metrics, advice)
     elif metrics["verdict"] == "hurt":
         lines.append(
             f"refinement made the posterior worse: use the base, or {advice}; or use a smaller --learning-rate with "
             "--patience 0"
         )
     elif metrics["verdict"] == "undecided":
-        lines.append(_undecided(metrics, advice))
+        lines.append(_undecided_line(metrics, advice))
     elif spread < CLOSE_LOG_WEIGHT_SD:
         lines.append(
             "refinement made no difference that matters: the base already matches the target closely (standard "
@@ -889,61 +810,8 @@ def summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
     return lines
 
 
-def _subspace_line(inside: dict[str, Any]) -> list[str]:
-    """In how many directions the flow acts, and what the data say of them."""
-    least, most = inside["share_of_prior"]
-    lines = [
-        f"the flow acts in {inside['dimensions']} directions, where the base has {percent(least, '.3g')} to "
-        f"{percent(most, '.3g')} of the prior's variance"
-    ]
-    if least > NEARLY_ALL:
-        lines.append("the data say almost nothing about these directions: use a larger --subspace")
-    return lines
-
-
-def _helped(metrics: dict[str, Any], advice: str) -> list[str]:
-    """That it is closer to the target; no help where that predicts val worse than what is simpler."""
-    gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
-    is_far = spread > FAR_LOG_WEIGHT_SD
-    small = f", but by less than {NEGLIGIBLE_NATS} nats" if gain < NEGLIGIBLE_NATS else ""
-    worse = " and ".join(PLAINER.get(name, name) for name in worse_than(metrics))
-    line = f"the refined posterior is closer to the target than the base{small}"
-    if not worse:
-        lines = [f"refinement helped: {line}"]
-    else:
-        line += f", but predicts val worse than {worse}"
-        cause = "" if is_far else ": the model and its prior cause this, not the approximation"
-        lines = [f"{line}{cause}{_other_prior(metrics)}"]
-    if is_far:
-        lines.append(
-            f"it is still far from the target (standard deviation of its log importance weights {spread:.1f}): {advice}"
-        )
-    return lines
-
-
-def _other_prior(metrics: dict[str, Any]) -> str:
-    """What to try where a network's prior was chosen for the predictions of a Gaussian, which is linearised."""
-    if "over_layers" not in metrics:
-        return ""
-    return (
-        "; try the --prior-precision that the network was trained with (weight decay times examples), or --flow radial"
-    )
-
-
-def _undecided(metrics: dict[str, Any], advice: str) -> str:
-    """Where the gain may lie, which the draws do not tell."""
-    gain, draws = metrics["elbo_gain"], metrics["elbo_draws"]
-    margin = reach(draws) * gain["standard_error"]
-    ends = f"{gain['value'] - margin:+.2f} and {gain['value'] + margin:+.2f}"
-    more = f"{advice}; or use more --elbo-draws"
-    return (
-        f"undecided after {draws} draws: the gain is between {ends} nats, so refinement may have helped, hurt or "
-        f"had no effect: {more}"
-    )
-
-
 def _advice(metrics: dict[str, Any], draws: str) -> str:
-    """What most likely comes closer, from what each flow reached on diagonal bases and on weak priors; or draws, in words."""
+    """Return what most likely comes closer to the target, judged by what flows reached on diagonal bases and weak priors."""
     if "subspace" in metrics:
         return "try a larger --subspace or none"
     if metrics["flow"] != "affine":
@@ -954,3 +822,65 @@ def _advice(metrics: dict[str, Any], draws: str) -> str:
     if metrics["settings"]["scale"] != "block":
         return f"try --scale block, a longer --length, or {draws}"
     return f"try more --epochs, or {draws}"
+
+
+_NEARLY_ALL = 0.95  # fraction of the prior's variance that is left where the data say next to nothing
+
+
+def _subspace_lines(inside: dict[str, Any]) -> list[str]:
+    least, most = inside["share_of_prior"]
+    lines = [
+        f"the flow acts in {inside['dimensions']} directions, where the base has {percent(least, '.3g')} to "
+        f"{percent(most, '.3g')} of the prior's variance"
+    ]
+    if least > _NEARLY_ALL:
+        lines.append("the data say almost nothing about these directions: use a larger --subspace")
+    return lines
+
+
+FAR_LOG_WEIGHT_SD = 5.0
+
+
+def _helped_lines(metrics: dict[str, Any], advice: str) -> list[str]:
+    """Say that refinement came closer to the target. Call it help only where val does not prefer something simpler."""
+    gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
+    is_far = spread > FAR_LOG_WEIGHT_SD
+    small = f", but by less than {NEGLIGIBLE_NATS} nats" if gain < NEGLIGIBLE_NATS else ""
+    worse = " and ".join(PLAINER.get(name, name) for name in worse_than(metrics))
+    line = f"the refined posterior is closer to the target than the base{small}"
+    if not worse:
+        lines = [f"refinement helped: {line}"]
+    else:
+        line += f", but predicts val worse than {worse}"
+        cause = "" if is_far else ": the model and its prior cause this, not the approximation"
+        other_prior = (  # a network's prior was chosen for linearised predictions
+            "; try the --prior-precision that the network was trained with (weight decay times examples), or --flow radial"
+            if "over_layers" in metrics
+            else ""
+        )
+        lines = [f"{line}{cause}{other_prior}"]
+    if is_far:
+        lines.append(
+            f"it is still far from the target (standard deviation of its log importance weights {spread:.1f}): {advice}"
+        )
+    return lines
+
+
+def _undecided_line(metrics: dict[str, Any], advice: str) -> str:
+    gain, draws = metrics["elbo_gain"], metrics["elbo_draws"]
+    margin = reach(draws) * gain["standard_error"]
+    ends = f"{gain['value'] - margin:+.2f} and {gain['value'] + margin:+.2f}"
+    return (
+        f"undecided after {draws} draws: the gain is between {ends} nats, so refinement may have helped, hurt or "
+        f"had no effect: {advice}; or use more --elbo-draws"
+    )
+
+
+# What a header records of the target.
+_TARGET = ("layers", "fit_on", "prior_precision", "bias_precision", "part_precisions", "prior_mean_scale")
+
+
+def _has_draws(run: Run, meta: Mapping[str, Any]) -> bool:
+    """True where the run has up-to-date hmc draws from the target that `meta` records."""
+    draws = fresh_posterior(run, f"hmc{LayersOptions(meta.get('layers', LAST)).layers_suffix}", {})
+    return draws is not None and all(draws.meta.get(name) == meta.get(name) for name in _TARGET)

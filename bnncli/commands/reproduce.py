@@ -1,4 +1,4 @@
-"""Options of reproduce."""
+"""reproduce: list or run the recipes of published experiments."""
 
 from __future__ import annotations
 
@@ -82,13 +82,12 @@ COMMAND = Command(
 )
 
 
-_MOST_JOBS = 4  # by default: the longest part takes a fifth of all, and each process has a PyTorch of its own
 _WAIT = 1.0  # seconds: a step that was just killed may hold the lock a moment longer
 _HELD = ("another bnncli reproduce is writing to this folder", "wait for it to end, or choose another --out")
 
 
 def run(run: Run, options: ReproduceOptions) -> Result:
-    """List the recipes, or run those that were named."""
+    """List the recipes, or run the named ones."""
     from bnncli.papers.recipe import recipe_names
     from bnncli.papers.runner import Places
 
@@ -118,19 +117,6 @@ def run(run: Run, options: ReproduceOptions) -> Result:
         except Interrupted as error:
             error.hint = f"continue with: {run.line.having('force', False).pasted()}"
             raise
-
-
-def _chosen(asked: str) -> list[str]:
-    """Return the recipes that a name, a work or a pattern means. Raises UsageError if it means none."""
-    from bnncli.papers.recipe import find_recipe, recipe_names
-
-    names = recipe_names()
-    found = [name for name in names if asked in (name, name.partition("/")[0]) or fnmatchcase(name, asked)]
-    if found or not any(mark in asked for mark in "*?["):
-        return found or [find_recipe(asked).name]
-    near = get_close_matches(asked, names, n=3, cutoff=0.4)
-    said = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise UsageError(f"no recipe matches {asked!r}{said}", hint="bnncli reproduce")
 
 
 def _list(places: Places, scale: str) -> Result:
@@ -174,8 +160,21 @@ def _entry(recipe: PaperRecipe, places: Places, scale: str) -> dict[str, Any]:
     }
 
 
+def _chosen(asked: str) -> list[str]:
+    """Return the recipes that a name, a work or a pattern means. Raises UsageError if it means none."""
+    from bnncli.papers.recipe import find_recipe, recipe_names
+
+    names = recipe_names()
+    found = [name for name in names if asked in (name, name.partition("/")[0]) or fnmatchcase(name, asked)]
+    if found or not any(mark in asked for mark in "*?["):
+        return found or [find_recipe(asked).name]
+    near = get_close_matches(asked, names, n=3, cutoff=0.4)
+    said = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    raise UsageError(f"no recipe matches {asked!r}{said}", hint="bnncli reproduce")
+
+
 def _reproduce(run: Run, options: ReproduceOptions, places: Places, names: list[str]) -> Result:
-    """Run the recipes; each is written as soon as its parts are made."""
+    """Run the recipes. Each is written as soon as its parts are complete."""
     from bnncli.papers.recipe import find_recipe
     from bnncli.papers.runner import Workshop, parts_of
 
@@ -199,15 +198,7 @@ def _reproduce(run: Run, options: ReproduceOptions, places: Places, names: list[
         return _write(run, options, workshop, names, finished=workers.finished(recipes))
 
 
-def _in_turn(workshop: Workshop, recipes: Mapping[str, list[RecipePart]]) -> Iterator[str]:
-    """Make the parts one after the other; yield each recipe when its parts are made."""
-    task = workshop.run.console.task("reproduce", len(recipes))
-    for name, parts in recipes.items():
-        for part in parts:
-            if part not in workshop.made:
-                workshop.make(part)
-        yield name
-        task.advance(note=name)
+_MOST_JOBS = 4  # by default: the longest part takes a fifth of all, and each process has a PyTorch of its own
 
 
 def _jobs(run: Run, options: ReproduceOptions) -> int:
@@ -271,3 +262,14 @@ def _result(
             f"--strict: {said}: {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}", code="differs"
         )
     return result
+
+
+def _in_turn(workshop: Workshop, recipes: Mapping[str, list[RecipePart]]) -> Iterator[str]:
+    """Make the parts one after the other; yield each recipe when its parts are made."""
+    task = workshop.run.console.task("reproduce", len(recipes))
+    for name, parts in recipes.items():
+        for part in parts:
+            if part not in workshop.made:
+                workshop.make(part)
+        yield name
+        task.advance(note=name)

@@ -1,4 +1,4 @@
-"""rm: removes posteriors and predictions by name, with the predictions, scores and rules that were made from them."""
+"""rm: remove posteriors and predictions by name, with the predictions, scores and rules made from them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ COMMAND = Command(
 
 
 def run(run: Run, options: Any) -> Result:
-    """Remove what is named and what was made from it; the result lists it.
+    """Remove what is named and what was made from it. The result lists it.
 
     Raises:
-        MissingInput: a name that nothing in the run has.
-        UsageError: a posterior or an export was made from what is named; nothing is removed.
+        MissingInput: nothing in the run has the name.
+        UsageError: a posterior or an export was made from what is named. Nothing is removed.
     """
     files = artifact_files(run)
     named = [path for name in run.arguments["name"] for path in _files_of(run, str(name))]
@@ -64,7 +64,7 @@ def run(run: Run, options: Any) -> Result:
 
 
 def _files_of(run: Run, name: str) -> list[Path]:
-    """The files of the posterior or of the predictions called `name`. Raises MissingInput where there are none."""
+    """Return the files of the posterior or predictions `name`. Raises MissingInput where there are none."""
     posteriors, predictions = run.folder.posteriors(), run.folder.prediction_files()
     found = [path for path in posteriors if path.stem == name] or [p for p in predictions if p.parent.name == name]
     if found:

@@ -20,6 +20,8 @@ from bnncli.commands.fit_lbbnn import FitLbbnnOptions, check_memory, plan_of, sh
 from bnncli.commands.fit_sghmc import BASE, CYCLICAL, RMSPROP
 from bnncli.errors import CheckFailed, DataError, DeviceError, NumericError, UsageError
 from bnncli.evaluation.convergence import RankLaw
+from bnncli.figures import render
+from bnncli.figures.chains import draw_ranks
 from bnncli.inference import memory
 from bnncli.inference.sghmc import SghmcPlan
 from bnncli.inference.simulation import (
@@ -119,22 +121,8 @@ COMMAND = Command(
     place=20,
 )
 
+
 _LATENT = "lbbnn"
-_OF_GAUSSIAN_PRIORS = ("laplace", "refine", "hmc", "vi", "swag", "sghmc")
-_EXACT = ("hmc", "merge")  # draws of the posterior itself
-METHODS = (*_OF_GAUSSIAN_PRIORS, _LATENT)
-_ANOTHER = "name one over the last layer that can be fitted again, such as --posterior laplace or --posterior hmc"
-_WHITENED = ("hmc", "sghmc")  # by roots of their own, whatever the structure of the base
-_POINT = "it is a point, with no draws to rank the truth among"
-_APART = "its networks were trained separately, and simulated last-layer labels cannot train them again"
-_NO_FIT = {  # by method, why not; it may have another name
-    "map": _POINT,
-    "temperature": _POINT,
-    "prune": _POINT,
-    "merge": "it merges several hmc fits; test one of them",
-    "ensemble": _APART,
-    "mola": _APART,
-}
 
 
 def run(run: Run, options: SbcOptions) -> Result:
@@ -193,6 +181,21 @@ def run(run: Run, options: SbcOptions) -> Result:
     return result
 
 
+_OF_GAUSSIAN_PRIORS = ("laplace", "refine", "hmc", "vi", "swag", "sghmc")
+METHODS = (*_OF_GAUSSIAN_PRIORS, _LATENT)
+_ANOTHER = "name one over the last layer that can be fitted again, such as --posterior laplace or --posterior hmc"
+_POINT = "it is a point, with no draws to rank the truth among"
+_APART = "its networks were trained separately, and simulated last-layer labels cannot train them again"
+_NO_FIT = {  # by method, why not; it may have another name
+    "map": _POINT,
+    "temperature": _POINT,
+    "prune": _POINT,
+    "merge": "it merges several hmc fits; test one of them",
+    "ensemble": _APART,
+    "mola": _APART,
+}
+
+
 def _check_can_be_tried(path: Path, header: Header) -> None:
     """Raise UsageError for a posterior whose fit cannot be made anew from labels and features alone."""
     method = header.meta.get("method")
@@ -239,15 +242,7 @@ def _check_latent(path: Path, header: Header) -> None:
         )
 
 
-def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -> None:
-    """Pass where one fit has room. Raises DeviceError otherwise; chains move in coordinates with a root of all parameters."""
-    structure = "full" if header.meta["method"] in _WHITENED else str(header.meta.get("structure"))
-    if structure in memory.structures():
-        needed = memory.fit_bytes(structure, train.layout, num_draws=options.draws)
-        what = f"a fit of {train.layout.num_params} parameters with a {structure} covariance"
-        memory.require(
-            needed, run.device_name, what=what, hint="use a posterior with structure kron or diag, or a smaller head"
-        )
+_EXACT = ("hmc", "merge")  # draws of the posterior itself
 
 
 def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, Header]) -> None:
@@ -268,44 +263,18 @@ def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, H
         )
 
 
-def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
-    cells = [
-        [
-            one.name,
-            p_text(one.p_value),
-            f"{one.mean_rank:.3f}",
-            f"{one.spread:.2f}",
-            percent(one.coverage(0.5)),
-            percent(one.coverage(0.9)),
-        ]
-        for one in ranked
-    ]
-    note = (
-        f"{options.simulations} simulations; p of uniform ranks, significant below {options.level / len(ranked):.3g}; mean rank: 0.5 if "
-        "unbiased; spread: above 1 if the draws are too narrow; 50%, 90%: coverage of these intervals"
-    )
-    return Table(["quantity", "p", "mean rank", "spread", "50%", "90%"], cells, notes=[note])
+_WHITENED = ("hmc", "sghmc")  # by roots of their own, whatever the structure of the base
 
 
-def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions, name: str) -> list[dict[str, Any]]:
-    """The figure, published; as the result's outputs."""
-    from bnncli.evaluation.convergence import RankLaw
-    from bnncli.figures import render
-    from bnncli.figures.chains import draw_ranks
-
-    law = RankLaw(options.simulations, options.draws)
-    figure = draw_ranks(
-        {one.name: one.ranks for one in ranked},
-        law,
-        level=options.level / len(ranked),
-        title=f"{name}, {options.simulations} simulations",
-    )
-    digest = write_figure(path, render(figure, path.suffix[1:].lower()))
-    return [{"role": "sbc.plot", "path": str(path), "content_digest": digest}]
-
-
-def _failure(sentence: str) -> CheckFailed:
-    return CheckFailed(f"--strict: {sentence}", code="not_calibrated")
+def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -> None:
+    """Pass where one fit has room. Raises DeviceError otherwise; chains move in coordinates with a root of all parameters."""
+    structure = "full" if header.meta["method"] in _WHITENED else str(header.meta.get("structure"))
+    if structure in memory.structures():
+        needed = memory.fit_bytes(structure, train.layout, num_draws=options.draws)
+        what = f"a fit of {train.layout.num_params} parameters with a {structure} covariance"
+        memory.require(
+            needed, run.device_name, what=what, hint="use a posterior with structure kron or diag, or a smaller head"
+        )
 
 
 @dataclass(frozen=True)
@@ -323,6 +292,181 @@ class Trial:
     thetas: Tensor
     refit: Refit
     of_labels: str = LOG_JOINT
+
+
+_CLEAR = 3.0  # standard errors beyond which a shift or a spread is what is wrong
+
+
+@dataclass(frozen=True)
+class RankedQuantity:
+    """The ranks of one quantity.
+
+    Args:
+        name: for people.
+        ranks: (M,), 0..num_draws.
+        num_draws: L.
+        p_value: of uniform ranks.
+    """
+
+    name: str
+    ranks: NDArray[np.int64]
+    num_draws: int
+    p_value: float
+
+    @property
+    def mean_rank(self) -> float:
+        """Of 0..1; 0.5 is expected."""
+        return float(self.ranks.mean() / self.num_draws)
+
+    @property
+    def spread(self) -> float:
+        """The variance of the ranks over that of uniform ones."""
+        return float(self.ranks.var() / ((self.num_draws + 1) ** 2 - 1) * 12)
+
+    def coverage(self, share: float) -> float:
+        """How often the central interval that holds this share of ranks, as nearly as whole ranks can, holds the truth."""
+        lowest = round((1 - share) / 2 * (self.num_draws + 1))
+        return float(((self.ranks >= lowest) & (self.ranks <= self.num_draws - lowest)).mean())
+
+    @property
+    def fault(self) -> str | None:
+        """How the draws are off where that is clear: too low, too high, too narrow or too wide."""
+        num = len(self.ranks)
+        shift = (self.mean_rank - 0.5) * math.sqrt(12 * num)
+        spread = (self.spread - 1) * math.sqrt(
+            1.25 * num
+        )  # of uniform numbers the variance of (x - mean)^2 is 4/5 of its mean squared
+        if max(abs(shift), abs(spread)) < _CLEAR:
+            return None
+        if abs(shift) > abs(spread):
+            return "too low" if shift > 0 else "too high"
+        return "too narrow" if spread > 0 else "too wide"
+
+    def to_json(self) -> dict[str, Any]:
+        """As --json has it."""
+        return {
+            "name": self.name,
+            "p_value": self.p_value,
+            "mean_rank": self.mean_rank,
+            "spread": self.spread,
+            "coverage_50": self.coverage(0.5),
+            "coverage_90": self.coverage(0.9),
+            "fault": self.fault,
+        }
+
+
+def rank_draws(run: Run, options: SbcOptions, train: Split, header: Header, truth: Path | None) -> list[RankedQuantity]:
+    """The quantities with their ranks and p-values."""
+    generator = run.stream("sbc/simulations")
+    features = train.resident(run.device).float()
+    rows = torch.randperm(len(features), generator=generator)[: options.examples].sort().values
+    some = features[rows.to(features.device)]
+    with _named(header):
+        if header.meta["method"] == "lbbnn":
+            trial = latent_trial(run, header, some, of_all=features, num=options.simulations, generator=generator)
+        else:
+            observed = None if truth is None else (features, train.labels(run.device))
+            prior = recorded_prior(header)
+            assert prior is not None  # checked
+            num, layout = options.simulations, train.layout
+            thetas = _from_prior(prior, layout, num, generator) if truth is None else _truths(truth, num, generator)
+            trial = Trial(Problem(some, layout, prior, observed), thetas, refit_of(header))
+        chosen = ranked_quantities(
+            trial.problem.layout, _held_out(run, train, rows), run.stream("sbc/quantities"), of_labels=trial.of_labels
+        )
+        ranks = rank_quantities(
+            trial.problem,
+            trial.thetas,
+            trial.refit,
+            ranked=chosen,
+            num_draws=options.draws,
+            generator=generator,
+            progress=run.console,
+        )
+    law = RankLaw(options.simulations, options.draws)
+    return [
+        RankedQuantity(quantity.name, one, options.draws, law.p_value(one))
+        for quantity, one in zip(chosen, ranks.numpy(), strict=True)
+    ]
+
+
+@contextmanager
+def _named(header: Header) -> Iterator[None]:
+    """A fit inside the block that fails says whose it is: the options that help are those of the posterior."""
+    try:
+        yield
+    except (DeviceError, NumericError) as error:
+        error.message = f"fitting {header.path.stem} to simulated labels: {error.message}"
+        error.hint = "fit the posterior with other options" + (f": {error.hint}" if error.hint else "")
+        raise
+
+
+_NOT_ASKED = Prior(1.0)  # a target has one; the refit has its own, and the log likelihood is ranked, which needs none
+
+
+def latent_trial(
+    run: Run, header: Header, features: Tensor, *, of_all: Tensor, num: int, generator: torch.Generator
+) -> Trial:
+    """So many truths from the posterior's prior, and its fit to labels simulated at features (n, D); warns of too few steps.
+
+    The prior is that of features standardised as those `of_all` (N, D) are, where the fit's were.
+
+    Raises:
+        DeviceError: a fit has no room.
+    """
+    layout, options = NetworkLayout.from_meta(header.meta), options_of(header, len(features))
+    assert layout.head is not None  # checked
+    check_memory(options, layout, run.device, num_examples=len(features))
+    plan = plan_of(options, len(features))
+    with interpreting(header.path):
+        (slab_sd,) = header.meta["metrics"]["slab_sd"]
+    warning = short_plan(options, plan, len(features))
+    if warning is not None:
+        run.console.warn(f"fitting {header.path.stem} to {len(features)} simulated labels: {warning}")
+    scaling = Scaling.of(of_all, run.device) if options.standardize else None
+
+    def start(num_targets: int, stream: torch.Generator) -> LatentModel:
+        count = num_targets * options.repeats
+        return start_of(options, layout, [slab_sd], num_repeats=count, generator=stream, device=run.device)
+
+    prior = SpikeAndSlab.constant(
+        layout.num_layers,
+        inclusion=options.prior_inclusion,
+        slab_mean=options.slab_mean,
+        slab_sd=slab_sd,
+        bias_sd=options.bias_sd,
+    ).to(run.device)
+    thetas = prior_draws(layout, prior, num, generator, scaling)
+    return Trial(Problem(features, layout.head, _NOT_ASKED), thetas, LatentRefit(start, plan, scaling), LOG_LIKELIHOOD)
+
+
+def options_of(header: Header, num_examples: int) -> FitLbbnnOptions:
+    """The fit's, as recorded; epochs that fit-lbbnn chose by the number of its examples are chosen by this one."""
+    names = {spec.name for spec in fields(FitLbbnnOptions)}
+    with interpreting(header.path):
+        params = header.provenance["params"]
+        recorded = FitLbbnnOptions(**{name: value for name, value in params.items() if name in names})
+        left_open = replace(recorded, epochs=None)
+        was_chosen = recorded.epochs == left_open.resolved(header.meta["num_examples"]).epochs
+    return left_open.resolved(num_examples) if was_chosen else recorded
+
+
+def _from_prior(prior: Prior, layout: HeadLayout, num: int, generator: torch.Generator) -> Tensor:
+    """theta (M, P)."""
+    normal = torch.randn(num, layout.num_params, generator=generator, dtype=torch.float64)
+    return prior.center(layout) + normal / prior.diagonal(layout).sqrt()
+
+
+def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
+    """theta (M, P) of a posterior; its draws again where they are fewer."""
+    posterior, _ = open_posterior(path)
+    drawn: Tensor = posterior.sample(num, generator).double()
+    order = (
+        torch.randint(len(drawn), (num,), generator=generator)
+        if len(drawn) < num
+        else torch.randperm(num, generator=generator)
+    )
+    return drawn[order]
 
 
 _OF_FLOWS = ("length", "epochs", "batch_size", "learning_rate", "num_draws", "patience")
@@ -344,13 +488,6 @@ def refit_of(header: Header) -> Refit:
     given: dict[str, Any] = {name: params[name] for name in _OF_FLOWS}
     given |= {"flow": meta["flow"], "space": meta["space"], "settings": meta["settings"]}
     return FlowRefit(str(meta.get("structure", "full")), given)
-
-
-def _gaussian(meta: dict[str, Any]) -> GaussianRefit | TrainedRefit:
-    """Of a Gaussian's header."""
-    if meta["method"] in _TRAINED:
-        return TrainedRefit(_TRAINED[meta["method"]](meta["metrics"]))
-    return GaussianRefit(str(meta.get("structure", "full")))
 
 
 def _sghmc(header: Header) -> SghmcRefit:
@@ -427,118 +564,13 @@ def _swag(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
 
 
 _TRAINED = {"vi": _vi, "swag": _swag}
-_NOT_ASKED = Prior(1.0)  # a target has one; the refit has its own, and the log likelihood is ranked, which needs none
 
 
-def latent_trial(
-    run: Run, header: Header, features: Tensor, *, of_all: Tensor, num: int, generator: torch.Generator
-) -> Trial:
-    """So many truths from the posterior's prior, and its fit to labels simulated at features (n, D); warns of too few steps.
-
-    The prior is that of features standardised as those `of_all` (N, D) are, where the fit's were.
-
-    Raises:
-        DeviceError: a fit has no room.
-    """
-    layout, options = NetworkLayout.from_meta(header.meta), options_of(header, len(features))
-    assert layout.head is not None  # checked
-    check_memory(options, layout, run.device, num_examples=len(features))
-    plan = plan_of(options, len(features))
-    with interpreting(header.path):
-        (slab_sd,) = header.meta["metrics"]["slab_sd"]
-    warning = short_plan(options, plan, len(features))
-    if warning is not None:
-        run.console.warn(f"fitting {header.path.stem} to {len(features)} simulated labels: {warning}")
-    scaling = Scaling.of(of_all, run.device) if options.standardize else None
-
-    def start(num_targets: int, stream: torch.Generator) -> LatentModel:
-        count = num_targets * options.repeats
-        return start_of(options, layout, [slab_sd], num_repeats=count, generator=stream, device=run.device)
-
-    prior = SpikeAndSlab.constant(
-        layout.num_layers,
-        inclusion=options.prior_inclusion,
-        slab_mean=options.slab_mean,
-        slab_sd=slab_sd,
-        bias_sd=options.bias_sd,
-    ).to(run.device)
-    thetas = prior_draws(layout, prior, num, generator, scaling)
-    return Trial(Problem(features, layout.head, _NOT_ASKED), thetas, LatentRefit(start, plan, scaling), LOG_LIKELIHOOD)
-
-
-def options_of(header: Header, num_examples: int) -> FitLbbnnOptions:
-    """The fit's, as recorded; epochs that fit-lbbnn chose by the number of its examples are chosen by this one."""
-    names = {spec.name for spec in fields(FitLbbnnOptions)}
-    with interpreting(header.path):
-        params = header.provenance["params"]
-        recorded = FitLbbnnOptions(**{name: value for name, value in params.items() if name in names})
-        left_open = replace(recorded, epochs=None)
-        was_chosen = recorded.epochs == left_open.resolved(header.meta["num_examples"]).epochs
-    return left_open.resolved(num_examples) if was_chosen else recorded
-
-
-def rank_draws(run: Run, options: SbcOptions, train: Split, header: Header, truth: Path | None) -> list[RankedQuantity]:
-    """The quantities with their ranks and p-values."""
-    generator = run.stream("sbc/simulations")
-    features = train.resident(run.device).float()
-    rows = torch.randperm(len(features), generator=generator)[: options.examples].sort().values
-    some = features[rows.to(features.device)]
-    with _named(header):
-        if header.meta["method"] == "lbbnn":
-            trial = latent_trial(run, header, some, of_all=features, num=options.simulations, generator=generator)
-        else:
-            observed = None if truth is None else (features, train.labels(run.device))
-            prior = recorded_prior(header)
-            assert prior is not None  # checked
-            num, layout = options.simulations, train.layout
-            thetas = _from_prior(prior, layout, num, generator) if truth is None else _truths(truth, num, generator)
-            trial = Trial(Problem(some, layout, prior, observed), thetas, refit_of(header))
-        chosen = ranked_quantities(
-            trial.problem.layout, _held_out(run, train, rows), run.stream("sbc/quantities"), of_labels=trial.of_labels
-        )
-        ranks = rank_quantities(
-            trial.problem,
-            trial.thetas,
-            trial.refit,
-            ranked=chosen,
-            num_draws=options.draws,
-            generator=generator,
-            progress=run.console,
-        )
-    law = RankLaw(options.simulations, options.draws)
-    return [
-        RankedQuantity(quantity.name, one, options.draws, law.p_value(one))
-        for quantity, one in zip(chosen, ranks.numpy(), strict=True)
-    ]
-
-
-@contextmanager
-def _named(header: Header) -> Iterator[None]:
-    """A fit inside the block that fails says whose it is: the options that help are those of the posterior."""
-    try:
-        yield
-    except (DeviceError, NumericError) as error:
-        error.message = f"fitting {header.path.stem} to simulated labels: {error.message}"
-        error.hint = "fit the posterior with other options" + (f": {error.hint}" if error.hint else "")
-        raise
-
-
-def _from_prior(prior: Prior, layout: HeadLayout, num: int, generator: torch.Generator) -> Tensor:
-    """theta (M, P)."""
-    normal = torch.randn(num, layout.num_params, generator=generator, dtype=torch.float64)
-    return prior.center(layout) + normal / prior.diagonal(layout).sqrt()
-
-
-def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
-    """theta (M, P) of a posterior; its draws again where they are fewer."""
-    posterior, _ = open_posterior(path)
-    drawn: Tensor = posterior.sample(num, generator).double()
-    order = (
-        torch.randint(len(drawn), (num,), generator=generator)
-        if len(drawn) < num
-        else torch.randperm(num, generator=generator)
-    )
-    return drawn[order]
+def _gaussian(meta: dict[str, Any]) -> GaussianRefit | TrainedRefit:
+    """Of a Gaussian's header."""
+    if meta["method"] in _TRAINED:
+        return TrainedRefit(_TRAINED[meta["method"]](meta["metrics"]))
+    return GaussianRefit(str(meta.get("structure", "full")))
 
 
 def _held_out(run: Run, train: Split, rows: Tensor) -> Tensor:
@@ -549,68 +581,6 @@ def _held_out(run: Run, train: Split, rows: Tensor) -> Tensor:
     others = torch.ones(len(features), dtype=torch.bool)
     others[rows] = False
     return features[others] if bool(others.any()) else features
-
-
-_LEAST = 1e-12  # of a p-value: below it the sum over paths is rounding
-_CLEAR = 3.0  # standard errors beyond which a shift or a spread is what is wrong
-
-
-@dataclass(frozen=True)
-class RankedQuantity:
-    """The ranks of one quantity.
-
-    Args:
-        name: for people.
-        ranks: (M,), 0..num_draws.
-        num_draws: L.
-        p_value: of uniform ranks.
-    """
-
-    name: str
-    ranks: NDArray[np.int64]
-    num_draws: int
-    p_value: float
-
-    @property
-    def mean_rank(self) -> float:
-        """Of 0..1; 0.5 is expected."""
-        return float(self.ranks.mean() / self.num_draws)
-
-    @property
-    def spread(self) -> float:
-        """The variance of the ranks over that of uniform ones."""
-        return float(self.ranks.var() / ((self.num_draws + 1) ** 2 - 1) * 12)
-
-    def coverage(self, share: float) -> float:
-        """How often the central interval that holds this share of ranks, as nearly as whole ranks can, holds the truth."""
-        lowest = round((1 - share) / 2 * (self.num_draws + 1))
-        return float(((self.ranks >= lowest) & (self.ranks <= self.num_draws - lowest)).mean())
-
-    @property
-    def fault(self) -> str | None:
-        """How the draws are off where that is clear: too low, too high, too narrow or too wide."""
-        num = len(self.ranks)
-        shift = (self.mean_rank - 0.5) * math.sqrt(12 * num)
-        spread = (self.spread - 1) * math.sqrt(
-            1.25 * num
-        )  # of uniform numbers the variance of (x - mean)^2 is 4/5 of its mean squared
-        if max(abs(shift), abs(spread)) < _CLEAR:
-            return None
-        if abs(shift) > abs(spread):
-            return "too low" if shift > 0 else "too high"
-        return "too narrow" if spread > 0 else "too wide"
-
-    def to_json(self) -> dict[str, Any]:
-        """As --json has it."""
-        return {
-            "name": self.name,
-            "p_value": self.p_value,
-            "mean_rank": self.mean_rank,
-            "spread": self.spread,
-            "coverage_50": self.coverage(0.5),
-            "coverage_90": self.coverage(0.9),
-            "fault": self.fault,
-        }
 
 
 class SbcVerdict(NamedTuple):
@@ -641,6 +611,46 @@ def verdict_of(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> 
     )
 
 
+def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
+    cells = [
+        [
+            one.name,
+            p_text(one.p_value),
+            f"{one.mean_rank:.3f}",
+            f"{one.spread:.2f}",
+            percent(one.coverage(0.5)),
+            percent(one.coverage(0.9)),
+        ]
+        for one in ranked
+    ]
+    note = (
+        f"{options.simulations} simulations; p of uniform ranks, significant below {options.level / len(ranked):.3g}; mean rank: 0.5 if "
+        "unbiased; spread: above 1 if the draws are too narrow; 50%, 90%: coverage of these intervals"
+    )
+    return Table(["quantity", "p", "mean rank", "spread", "50%", "90%"], cells, notes=[note])
+
+
+_LEAST = 1e-12  # of a p-value: below it the sum over paths is rounding
+
+
 def p_text(value: float) -> str:
     """A p-value for people."""
     return f"below {_LEAST:g}" if value < _LEAST else f"{value:.2g}"
+
+
+def _failure(sentence: str) -> CheckFailed:
+    return CheckFailed(f"--strict: {sentence}", code="not_calibrated")
+
+
+def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions, name: str) -> list[dict[str, Any]]:
+    """The figure, published; as the result's outputs."""
+
+    law = RankLaw(options.simulations, options.draws)
+    figure = draw_ranks(
+        {one.name: one.ranks for one in ranked},
+        law,
+        level=options.level / len(ranked),
+        title=f"{name}, {options.simulations} simulations",
+    )
+    digest = write_figure(path, render(figure, path.suffix[1:].lower()))
+    return [{"role": "sbc.plot", "path": str(path), "content_digest": digest}]

@@ -12,8 +12,12 @@ import numpy as np
 from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.data.prediction_files import read_texts, split_prediction_place
 from bnncli.errors import CheckFailed, DataError, UsageError, WriteError
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.curves import reliability_curve_of_predictions
 from bnncli.evaluation.detectors import default_score
 from bnncli.evaluation.statistics import NO_LABELS, Row
+from bnncli.figures import render
+from bnncli.figures.predictions import draw_reliability
 from bnncli.likelihoods import name_to_record
 from bnncli.names import quoted
 from bnncli.options.command import Argument, Command, CommonOptions
@@ -62,12 +66,14 @@ COMMAND = Command(
     section="Judge",
     place=50,
 )
+
+
 _FIRST = ("split", "predictions", "examples")
 _OF_GROUPS = ("split", "group", "examples")
 
 
 def run(run: Run, options: ScoreOptions) -> Result:
-    """Read, score, print."""
+    """Read predictions, score them and print the table."""
     said = Said(LOGITS if options.logits else PROBS if options.probabilities else None, options.task)
     place = str(run.arguments["file"])
     check_plot(options, place)
@@ -113,19 +119,14 @@ def run(run: Run, options: ScoreOptions) -> Result:
     return result
 
 
-def _drawn(
-    options: ScoreOptions, given: GivenPredictions, groups: Mapping[str, Any], rows: tuple[Row, list[Row]]
-) -> tuple[Row, str] | None:
-    """The figure, published, as an output and in words; None where there is to be none."""
+def check_plot(options: ScoreOptions, place: str) -> None:
+    """Check that the figure may be written. Raises UsageError or OutputExists as check_figure_path does."""
     if options.plot is None:
-        return None
-    row, of_groups = rows
-    panels = [
-        Panel(name, given.of_rows(groups[name], f"{given.name}/{name}"), own["metrics"])
-        for name, own in zip(groups, of_groups, strict=True)
-    ]
-    whole = Panel(given.name if groups else _head(row)[1], given, row["metrics"])  # as no group is called
-    return draw_plot(Path(options.plot), whole, panels, num_bins=options.settings["bins"])
+        return
+    ood = [part for text in options.ood for part in (text, text.partition("=")[2]) if part]
+    texts = [place, *ood, *(one for one in (options.labels, options.groups, options.reference) if one is not None)]
+    files = [split_prediction_place(text)[0] for text in texts]
+    check_figure_path(Path(options.plot), "--plot", force=options.force, others=files)
 
 
 def _opened(place: str, said: Said, options: ScoreOptions) -> GivenPredictions:
@@ -133,8 +134,17 @@ def _opened(place: str, said: Said, options: ScoreOptions) -> GivenPredictions:
     return given if given.header is not None else given.named(options.split)
 
 
+def check_labelled(options: ScoreOptions, given: GivenPredictions) -> None:
+    """Raise DataError where a figure is requested without labels."""
+    if options.plot is not None and given.labels is None:
+        raise DataError(
+            f"--plot: {quoted(given.path, limit=300)} has no labels, which reliability needs", code="no_labels",
+            hint="add \0labels\0 FILE[:COLUMN]",
+        )  # fmt: skip
+
+
 def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list[GivenPredictions]:
-    """The predictions outside the distribution. Raises UsageError for two of one name, DataError for the same ones again."""
+    """Open the out-of-distribution predictions. Raises UsageError for two of one name, DataError for the same file again."""
     found: list[GivenPredictions] = []
     for text in options.ood:
         name, equals, place = text.partition("=")
@@ -155,39 +165,14 @@ def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list
     return found
 
 
-def _warn_of_no_labels(run: Run, given: GivenPredictions, shown: list[Row]) -> None:
-    """Warn where scores that are to be shown need labels, and there are none."""
-    if given.labels is None and any(metric.get("undefined") == NO_LABELS for metric in shown):
-        run.console.warn(f"{quoted(given.path, limit=300)}: no labels found; add \0labels\0 FILE[:COLUMN]")
-
-
-def _fidelity(
-    run: Run, given: GivenPredictions, said: Said, place: str | None, bootstrap: Bootstrap | None
-) -> list[Row]:
-    """The rows of how near the predictions come to those of the reference."""
-    if place is None:
-        return []
-    reference = open_given(place, Said(task=_task(given, said)))
-    check_together(given, reference)
-    if reference.doubt is not None:
-        run.console.warn(reference.doubt)
-    column = split_prediction_place(place)[1].get("")
-    name = reference.path.name + ("" if column is None else f".{column}")
-    ids = None if given.file is None else given.file.sample_id
-    info = given.arrays.get("mutual_info")
-    ours = MatchedForecasts(given.name, given.probs, given.labels, info, ids, given.is_exclusive)
-    return rows_against(ours, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
-
-
-def _task(given: GivenPredictions, said: Said) -> str | None:
-    return said.task if given.is_exclusive else "multilabel"
+_MOST_GROUPS = 1000
 
 
 def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[str, Any]:
-    """The rows of each group, by its name, in order.
+    """Return the rows of each group, by its name, in order.
 
     Raises:
-        DataError: other numbers of rows, a row without a group. UsageError: a group is called as the split is.
+        DataError: the number of rows differs, or a row has no group. UsageError: a group has the split's name.
     """
     if options.groups is None:
         return {}
@@ -218,12 +203,45 @@ def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[
     return {str(name): np.flatnonzero(place_of == k) for k, name in enumerate(names)}
 
 
-_MOST_GROUPS = 1000
+def _fidelity(
+    run: Run, given: GivenPredictions, said: Said, place: str | None, bootstrap: Bootstrap | None
+) -> list[Row]:
+    """Return rows that compare the predictions with the reference's."""
+    if place is None:
+        return []
+    reference = open_given(place, Said(task=_task(given, said)))
+    check_together(given, reference)
+    if reference.doubt is not None:
+        run.console.warn(reference.doubt)
+    column = split_prediction_place(place)[1].get("")
+    name = reference.path.name + ("" if column is None else f".{column}")
+    ids = None if given.file is None else given.file.sample_id
+    info = given.arrays.get("mutual_info")
+    ours = MatchedForecasts(given.name, given.probs, given.labels, info, ids, given.is_exclusive)
+    return rows_against(ours, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
+
+
+def _task(given: GivenPredictions, said: Said) -> str | None:
+    return said.task if given.is_exclusive else "multilabel"
+
+
+def _warn_of_no_labels(run: Run, given: GivenPredictions, shown: list[Row]) -> None:
+    """Warn where requested scores need labels and there are none."""
+    if given.labels is None and any(metric.get("undefined") == NO_LABELS for metric in shown):
+        run.console.warn(f"{quoted(given.path, limit=300)}: no labels found; add \0labels\0 FILE[:COLUMN]")
+
+
+def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: str, members: Any) -> Row:
+    """Return the row of one group, with all scores of its examples except detection."""
+    own = given.of_rows(members, f"{given.name}/{name}")
+    bootstrap = _bootstrap(run, options, len(members))
+    metrics = split_rows(own, options.settings, bootstrap, poll=run.console.poll)
+    described: Row = {**_described(given), "group": name, "num_examples": len(members), "metrics": metrics}
+    found: Row = spelled(described)
+    return found
 
 
 def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | None:
-    from bnncli.evaluation.bootstrap import Bootstrap
-
     replicates = options.replicates(num_rows)
     if replicates == 0:
         if options.bootstrap is None:
@@ -235,84 +253,44 @@ def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | No
 
 
 def _described(given: GivenPredictions) -> Row:
-    """What a row says of the predictions."""
+    """Return a row's description of the predictions."""
     return {**artifact_names(given), "split": given.name, **name_to_record(given.likelihood)}
 
 
-def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: str, members: Any) -> Row:
-    """The row of one group: all scores of its examples, without detection."""
-    own = given.of_rows(members, f"{given.name}/{name}")
-    bootstrap = _bootstrap(run, options, len(members))
-    metrics = split_rows(own, options.settings, bootstrap, poll=run.console.poll)
-    described: Row = {**_described(given), "group": name, "num_examples": len(members), "metrics": metrics}
-    found: Row = spelled(described)
-    return found
-
-
-def _shown(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> list[Row]:
-    """The rows with the scores that were asked for, and those of every class or not."""
-    if options.per_class:
-        rows = [{**row, **class_facts(given.labels, given.classes)} for row in rows]
-    else:
-        rows = [without_classes(row) for row in rows]
-    return with_metrics(rows, options.metric, options.shown_scores) if options.metric else rows
-
-
-def _head(row: Mapping[str, Any]) -> list[str]:
-    name = row["posterior"] if row["integrator"] == "none" else row["name"]
-    return [row["split"], name, str(_size(row))]
-
-
-def _group_head(row: Mapping[str, Any]) -> list[str]:
-    return [row["split"], row["group"], str(row["num_examples"])]
-
-
-def _size(row: Mapping[str, Any]) -> int | str:
-    """How many examples a row is of."""
-    return next((metric["n"] for metric in row["metrics"] if isinstance(metric.get("n"), int)), "-")
-
-
-_MOST_DRAWN = 11  # with all of them together three rows of panels
-
-
 class Panel(NamedTuple):
-    """Predictions with what they are called, and their scores."""
+    """Predictions with their name and scores."""
 
     title: str
     predictions: GivenPredictions
     metrics: list[dict[str, Any]]
 
 
-def check_plot(options: ScoreOptions, place: str) -> None:
-    """Pass where the figure may be written. Raises UsageError or OutputExists as check_figure_path does."""
+def _drawn(
+    options: ScoreOptions, given: GivenPredictions, groups: Mapping[str, Any], rows: tuple[Row, list[Row]]
+) -> tuple[Row, str] | None:
+    """Draw and publish the figure. Return its output entry and description; None without --plot."""
     if options.plot is None:
-        return
-    ood = [part for text in options.ood for part in (text, text.partition("=")[2]) if part]
-    texts = [place, *ood, *(one for one in (options.labels, options.groups, options.reference) if one is not None)]
-    files = [split_prediction_place(text)[0] for text in texts]
-    check_figure_path(Path(options.plot), "--plot", force=options.force, others=files)
+        return None
+    row, of_groups = rows
+    panels = [
+        Panel(name, given.of_rows(groups[name], f"{given.name}/{name}"), own["metrics"])
+        for name, own in zip(groups, of_groups, strict=True)
+    ]
+    whole = Panel(given.name if groups else _head(row)[1], given, row["metrics"])  # as no group is called
+    return draw_plot(Path(options.plot), whole, panels, num_bins=options.settings["bins"])
 
 
-def check_labelled(options: ScoreOptions, given: GivenPredictions) -> None:
-    """Raise DataError where a figure is asked for and there are no labels."""
-    if options.plot is not None and given.labels is None:
-        raise DataError(
-            f"--plot: {quoted(given.path, limit=300)} has no labels, which reliability needs", code="no_labels",
-            hint="add \0labels\0 FILE[:COLUMN]",
-        )  # fmt: skip
+_MOST_DRAWN = 11  # with all of them together three rows of panels
 
 
 def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: int) -> tuple[dict[str, Any], str]:
-    """Draw and publish the figure; what it is as an output, and what it shows in words.
+    """Draw and publish the figure. Return its output entry and what it shows.
 
-    The largest groups are shown where there are more than eleven, in the order that they are given in.
+    Of more than eleven groups, only the largest are shown, in the order given.
 
     Raises:
-        WriteError: it could not be written.
+        WriteError: the figure could not be written.
     """
-    from bnncli.evaluation.curves import reliability_curve_of_predictions
-    from bnncli.figures import render
-    from bnncli.figures.predictions import draw_reliability
 
     every = list(groups)
     largest = sorted(every, key=lambda panel: -len(panel.predictions.probs))[:_MOST_DRAWN]
@@ -329,3 +307,26 @@ def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: in
         raise WriteError(f"--plot: cannot write {path}", hint=error.hint, path=path) from None
     shown = f" (the {len(largest)} largest of {len(every)} groups)" if len(largest) < len(every) else ""
     return {"role": "score.plot", "path": str(path), "content_digest": digest}, f"figure: {path}{shown}"
+
+
+def _shown(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> list[Row]:
+    """Return the rows with the requested scores, with or without those of each class."""
+    if options.per_class:
+        rows = [{**row, **class_facts(given.labels, given.classes)} for row in rows]
+    else:
+        rows = [without_classes(row) for row in rows]
+    return with_metrics(rows, options.metric, options.shown_scores) if options.metric else rows
+
+
+def _head(row: Mapping[str, Any]) -> list[str]:
+    name = row["posterior"] if row["integrator"] == "none" else row["name"]
+    return [row["split"], name, str(_size(row))]
+
+
+def _size(row: Mapping[str, Any]) -> int | str:
+    """Return the number of examples of a row."""
+    return next((metric["n"] for metric in row["metrics"] if isinstance(metric.get("n"), int)), "-")
+
+
+def _group_head(row: Mapping[str, Any]) -> list[str]:
+    return [row["split"], row["group"], str(row["num_examples"])]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StackOptions(Checked):
-    """Options of stack: how it goes on after an interruption."""
+    """Options of stack, on resuming after an interruption."""
 
     resume: bool = option(False, "Continue an interrupted run that had the same inputs and options.", numeric=False)
     save_every: float = option(
@@ -53,11 +53,50 @@ COMMAND = Command(
     section="Fit",
     place=20,
 )
-FEWEST_ROWS = 10  # of val
+
+
+_MODE_SECONDS = 0.05  # of a mode of few rows: its many small steps
+
+
+def estimated_seconds(run: Run, train: Split, val: Split) -> float:
+    """Estimate the time of a stack, within a factor of about three."""
+    speed, layout = estimate_speed(run.device), train.layout
+    return sum(
+        fit_seconds("diag", layout, num_examples=rows, speed=speed, num_fits=0, num_modes=modes) + modes * _MODE_SECONDS
+        for rows, modes in _ways(run, train, val)[0].values()
+    )
+
+
+MOST_ROWS = 20  # of train, as many times those of val, that are refitted together with val, once a fold
+NUM_PRECISIONS = 8  # tried by each way, approximately
+# Of one way: rows times parameters times modes. About a minute on two cores. By the kind of device alone, as members depend on it.
+MOST_WORK = {"cpu": 6e10, "cuda": 4e12}
+
+
+def _ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Return the rows and the approximate number of modes of each way, and the ways that are not tried, with reasons."""
+    own, held = len(train.stored), len(val.stored)
+    every = {
+        "train": (own, NUM_PRECISIONS + 1),
+        "val": (held, NUM_PRECISIONS * NUM_FOLDS + NUM_FOLDS + 1),
+        "train+val": (own + held, 3 * NUM_FOLDS + NUM_FOLDS + 1),
+    }
+    most = MOST_WORK.get(run.device.type, MOST_WORK["cpu"])
+    found, left_out = {}, []
+    for name, (num_rows, num_modes) in every.items():
+        if num_rows * val.layout.num_params * num_modes > most:
+            left_out.append(f"{name} (would take too long)")
+        elif name == "train+val" and num_rows > (1 + MOST_ROWS) * held:
+            left_out.append(
+                f"{name} (train has more than {MOST_ROWS} times as many rows as val, so val matters little)"
+            )
+        else:
+            found[name] = num_rows, num_modes
+    return found, left_out
 
 
 def run(run: Run, options: StackOptions) -> Result:
-    """Fit and publish; the result's metrics have the members, their weights, and what the mixture is worth on val."""
+    """Fit and publish. The result's metrics have the members, their weights and the mixture's scores on val."""
     train, val = load_split(run, "train").check_labeled(), _val(run)
     run.require_device()
     request = posterior_request(
@@ -71,45 +110,60 @@ def run(run: Run, options: StackOptions) -> Result:
     )
 
     def fit() -> Fitted:
-
         return fit_stack(run, options, request, train, val)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request.target, meta))
 
 
+FEWEST_ROWS = 10  # of val
+
+
 def _val(run: Run) -> Split:
-    """Return the val split, with rows enough for folds."""
+    """Return the val split. Raises where it has too few rows for folds."""
     val = require_labeled_val(run, "members are chosen and weighted")
     if len(val.content.features) < FEWEST_ROWS:
         raise UsageError(f"val has only {len(val.content.features)} rows; stacking needs at least {FEWEST_ROWS}")
     return val
 
 
-def _report(run: Run, path: Any, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, path, metrics, method="stack")
-    heads = ", ".join(
-        f"{percent(head['weight'], '.0f')} {head['name']}"
-        + ("" if head["prior_precision"] is None else f" (prior precision {head['prior_precision']:.3g})")
-        for head in sorted(metrics["heads"], key=lambda head: -float(head["weight"]))
-        if head["is_kept"]
-    )
-    lines = [f"weights of {metrics['num_members']} last layers: {heads}"]
-    lines += [f"skipped: {text}" for text in metrics["left_out"]]
-    lines += val_lines(metrics, where=" (out of fold)")
-    return Report(metrics, lines)
+KEPT = 1e-3  # smallest weight of a member that is kept
 
 
-KEPT = 1e-3  # of the weight, at least, of a member that predicts
-MOST_ROWS = 20  # of train, as many times those of val, that are refitted together with val, once a fold
-NUM_PRECISIONS = 8  # that a way tries, about
-_MODE_SECONDS = 0.05  # of a mode of few rows: its many small steps
-# Of one way: rows times parameters times modes. About a minute on two cores. By the kind of device alone, as members depend on it.
-MOST_WORK = {"cpu": 6e10, "cuda": 4e12}
+class _Val:
+    """Rows of val on the device, each with the fold that leaves it out."""
+
+    def __init__(self, run: Run, val: Split) -> None:
+        self.layout, self.device = val.layout, run.device
+        self.features, self.labels = val.features(run.device), val.labels(run.device)
+        self.folds = stratified_folds(self.labels, NUM_FOLDS, run.stream("stack/folds")).to(run.device)
+        self.left_out = [(self.folds == fold).nonzero()[:, 0] for fold in range(NUM_FOLDS)]
+        self.order = torch.cat(self.left_out).argsort()
+
+    def _logits(self, theta: Tensor, rows: Tensor) -> Tensor:
+        """Return logits (K, M, n) of some rows under theta (M, P)."""
+        return block_logits(self.features[rows], theta.to(self.features), self.layout)
+
+    def log_scores(self, theta: Tensor) -> Tensor:
+        """Return log p (N, J) float64 of each row's decisions under its fold's theta (K, P), or under one theta (1, P)."""
+        parts = theta.expand(NUM_FOLDS, -1)
+        logs = [
+            self.layout.likelihood.decision_logs(self._logits(parts[fold : fold + 1], rows).double(), self.labels[rows])
+            for fold, rows in enumerate(self.left_out)
+        ]
+        return torch.cat([part[:, 0].T for part in logs])[self.order]
+
+    def mixture(self, theta: Tensor, weights: Tensor) -> Tensor:
+        """Return class probabilities (N, C) float32 of each row under its fold's members (K, M, P) and weights (K, M)."""
+        found = []
+        for fold, rows in enumerate(self.left_out):
+            logits = self._logits(theta[fold], rows).double().permute(1, 2, 0)
+            probs = self.layout.likelihood.class_probabilities(logits, dim=2)
+            found.append((probs * weights[fold].view(-1, 1, 1)).sum(dim=0))
+        return torch.cat(found)[self.order].float()
 
 
 def fit_stack(run: Run, options: StackOptions, request: Request, train: Split, val: Split) -> Fitted:
-    """The mixture as a posterior, with the mixtures of its folds."""
+    """Fit the mixture and the mixture of each fold."""
     rows, also = _Val(run, val), {"device": run.device.type}
     resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
@@ -147,47 +201,10 @@ def fit_stack(run: Run, options: StackOptions, request: Request, train: Split, v
     return Fitted(tensors, meta, metrics, train, publishing=resumable.publishing)
 
 
-def _normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum(dim=-1, keepdim=True)
-
-
-class _Val:
-    """The rows of val on the device, each with the fold that leaves it out."""
-
-    def __init__(self, run: Run, val: Split) -> None:
-        self.layout, self.device = val.layout, run.device
-        self.features, self.labels = val.features(run.device), val.labels(run.device)
-        self.folds = stratified_folds(self.labels, NUM_FOLDS, run.stream("stack/folds")).to(run.device)
-        self.left_out = [(self.folds == fold).nonzero()[:, 0] for fold in range(NUM_FOLDS)]
-        self.order = torch.cat(self.left_out).argsort()
-
-    def _logits(self, theta: Tensor, rows: Tensor) -> Tensor:
-        """Logits (K, M, n) of some rows under theta (M, P)."""
-        return block_logits(self.features[rows], theta.to(self.features), self.layout)
-
-    def log_scores(self, theta: Tensor) -> Tensor:
-        """log p (N, J) float64 of each row's decisions under its fold's theta (K, P), or under one theta (1, P)."""
-        parts = theta.expand(NUM_FOLDS, -1)
-        logs = [
-            self.layout.likelihood.decision_logs(self._logits(parts[fold : fold + 1], rows).double(), self.labels[rows])
-            for fold, rows in enumerate(self.left_out)
-        ]
-        return torch.cat([part[:, 0].T for part in logs])[self.order]
-
-    def mixture(self, theta: Tensor, weights: Tensor) -> Tensor:
-        """Class probabilities (N, C) float32 of each row under its fold's members (K, M, P) and weights (K, M)."""
-        found = []
-        for fold, rows in enumerate(self.left_out):
-            logits = self._logits(theta[fold], rows).double().permute(1, 2, 0)
-            probs = self.layout.likelihood.class_probabilities(logits, dim=2)
-            found.append((probs * weights[fold].view(-1, 1, 1)).sum(dim=0))
-        return torch.cat(found)[self.order].float()
-
-
 def _heads(
     run: Run, train: Split, val: Split, rows: _Val, resumable: Resumable
 ) -> tuple[list[RefittedHead], list[str]]:
-    """Return the candidates, the plainest first, and what was not tried, with the reason."""
+    """Return the candidates, the simplest first, and what was not tried, with reasons."""
     heads: list[RefittedHead] = []
     ways, left_out = _ways(run, train, val)
     if not ways:
@@ -199,7 +216,7 @@ def _heads(
     done = resumable.restore(lambda state: f" after {len(state) // 3} of {len(ways)} refits") or {}
 
     def state() -> dict[str, Tensor]:
-        """What was refitted so far, each way under its name."""
+        """Return what was refitted so far, by way."""
         found: dict[str, Tensor] = {}
         for head in heads:
             if head.name in ways:
@@ -227,39 +244,8 @@ def _heads(
     return sorted(heads, key=lambda head: order.index(head.name) if head.name in ways else -1), left_out
 
 
-def _ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Return the number of rows of each way, and about how many modes it takes; and what is not tried, with the reason."""
-    own, held = len(train.stored), len(val.stored)
-    every = {
-        "train": (own, NUM_PRECISIONS + 1),
-        "val": (held, NUM_PRECISIONS * NUM_FOLDS + NUM_FOLDS + 1),
-        "train+val": (own + held, 3 * NUM_FOLDS + NUM_FOLDS + 1),
-    }
-    most = MOST_WORK.get(run.device.type, MOST_WORK["cpu"])
-    found, left_out = {}, []
-    for name, (num_rows, num_modes) in every.items():
-        if num_rows * val.layout.num_params * num_modes > most:
-            left_out.append(f"{name} (would take too long)")
-        elif name == "train+val" and num_rows > (1 + MOST_ROWS) * held:
-            left_out.append(
-                f"{name} (train has more than {MOST_ROWS} times as many rows as val, so val matters little)"
-            )
-        else:
-            found[name] = num_rows, num_modes
-    return found, left_out
-
-
-def estimated_seconds(run: Run, train: Split, val: Split) -> float:
-    """About how long it takes, right to a factor of about three."""
-    speed, layout = estimate_speed(run.device), train.layout
-    return sum(
-        fit_seconds("diag", layout, num_examples=rows, speed=speed, num_fits=0, num_modes=modes) + modes * _MODE_SECONDS
-        for rows, modes in _ways(run, train, val)[0].values()
-    )
-
-
 def _at_best_temperature(val: Split, rows: _Val) -> RefittedHead:
-    """The network at one temperature, of all rows of val, and of those that each fold keeps."""
+    """Fit the network's temperature to all rows of val, and to the rows that each fold keeps."""
     theta = val.start().to(rows.device)
     logits = block_logits(rows.features, theta.to(rows.features).unsqueeze(0), rows.layout)[:, 0].T
 
@@ -273,7 +259,7 @@ def _at_best_temperature(val: Split, rows: _Val) -> RefittedHead:
 
 
 def _targets(run: Run, name: str, train: Split, rows: _Val) -> list[LastLayerTarget]:
-    """The log posteriors to refit to: of all rows, then of those that each fold keeps; of train one alone."""
+    """Return the log posteriors to refit to: on all rows, then on the rows that each fold keeps; for train only one."""
     if name == "train":
         return [train.target(Prior(1.0), run.device)]
     before = [] if name == "val" else [(train.features(run.device), train.labels(run.device))]
@@ -284,3 +270,22 @@ def _targets(run: Run, name: str, train: Split, rows: _Val) -> list[LastLayerTar
         return LastLayerTarget(features, labels, rows.layout, Prior(1.0))
 
     return [with_val(some) for some in (rows.folds >= 0, *(rows.folds != fold for fold in range(NUM_FOLDS)))]
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def _report(run: Run, path: Any, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, path, metrics, method="stack")
+    heads = ", ".join(
+        f"{percent(head['weight'], '.0f')} {head['name']}"
+        + ("" if head["prior_precision"] is None else f" (prior precision {head['prior_precision']:.3g})")
+        for head in sorted(metrics["heads"], key=lambda head: -float(head["weight"]))
+        if head["is_kept"]
+    )
+    lines = [f"weights of {metrics['num_members']} last layers: {heads}"]
+    lines += [f"skipped: {text}" for text in metrics["left_out"]]
+    lines += val_lines(metrics, where=" (out of fold)")
+    return Report(metrics, lines)

@@ -1,4 +1,4 @@
-"""Options of status."""
+"""status: list the run's artifacts and their state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: StatusOptions) -> Result:
-    """The state of each artifact."""
+    """Report the state of each artifact."""
     folder = run.folder
     paths = artifact_files(run)
     entries = [_entry(run, one) for one in artifact_states(run, paths)]
@@ -62,7 +62,7 @@ def run(run: Run, options: StatusOptions) -> Result:
 
 
 def _entry(run: Run, artifact: ArtifactState) -> dict[str, Any]:
-    """One artifact's state, as JSON has it."""
+    """Return the state of one artifact for --json."""
     header = artifact.header
     return {
         "name": str(artifact.path.relative_to(run.folder.root)),
@@ -75,8 +75,20 @@ def _entry(run: Run, artifact: ArtifactState) -> dict[str, Any]:
     }
 
 
+def _missing(path: Path) -> dict[str, Any]:
+    return {
+        "name": f"{path.parent.name}/{path.name}",
+        "path": str(path),
+        "kind": None,
+        "state": "missing",
+        "why": "",
+        "content_digest": None,
+        "remake": None,
+    }
+
+
 def _expected(run: Run, paths: list[Path]) -> list[Path]:
-    """What every run has and this one lacks: the training features, or inputs that its artifacts name."""
+    """Return what the run should have and lacks: training features, or inputs that its artifacts name."""
     named = [run.folder.features("train")]
     for path in paths:
         run.console.poll(f"inputs of {path.name}")
@@ -90,15 +102,3 @@ def _expected(run: Run, paths: list[Path]) -> list[Path]:
     there = {path.resolve() for path in paths}
     missing = {path.resolve(): path for path in named if path.resolve() not in there and not path.exists()}
     return list(missing)
-
-
-def _missing(path: Path) -> dict[str, Any]:
-    return {
-        "name": f"{path.parent.name}/{path.name}",
-        "path": str(path),
-        "kind": None,
-        "state": "missing",
-        "why": "",
-        "content_digest": None,
-        "remake": None,
-    }

@@ -215,10 +215,10 @@ class TrainOptions(Checked):
             raise UsageError("\0model\0 flatten has nothing to train: name a network")
 
     def resolved(self) -> TrainOptions:
-        """The options with the recipe's settings, and the defaults, in place of those that were left open.
+        """Return the options with the recipe's settings and the defaults filled in.
 
         Raises:
-            UsageError: no network, no training split, an option that the others leave nothing to do.
+            UsageError: no network, no training split, or an option that has no effect with the others.
         """
         recipe = {**_DEFAULTS, **RECIPES.get(self.recipe or "", {})}
         if self.model is not None and self.model != recipe.get("model"):
@@ -241,7 +241,7 @@ class TrainOptions(Checked):
         return found
 
     def settings(self) -> dict[str, Any]:
-        """The options that change numbers, once resolved: what a checkpoint records."""
+        """Return the resolved options that change numbers, which a checkpoint records."""
         found = self.params()
         del found["recipe"], found["data"]  # another way to say the others; what lies there tells its content
         found["model_arg"] = sorted(found["model_arg"])
@@ -296,7 +296,7 @@ def run(run: Run, options: TrainOptions) -> Result:
     made: list[Training] = []
 
     def training() -> Training:
-        """All networks, trained when the first is asked for."""
+        """Train all networks when the first is requested."""
 
         if not made:
             made.append(Training(run, options, splits, likelihood, requests[0], seeds=list(targets)))
@@ -325,139 +325,23 @@ def run(run: Run, options: TrainOptions) -> Result:
     return _finished(run, options, requests, results)
 
 
-def _targets(run: Run, options: TrainOptions) -> dict[int, Path]:
-    """The file of each seed."""
-    given, first = Path(run.arguments["ckpt"]), run.compute.seed
-    if given.suffix != SUFFIX:
-        raise UsageError(f"CKPT: expected a name that ends in {SUFFIX}; got {str(given)!r}")
-    if options.seeds is None:
-        return {first: given}
-    return {seed: given.with_name(f"{given.stem}-{seed}{SUFFIX}") for seed in range(first, first + options.seeds)}
-
-
-def _request(
-    run: Run, options: TrainOptions, target: Path, seed: int, splits: list[data.InputSplit], likelihood: str | None
-) -> Request:
-    sources = {source.role: source for split in splits for source in user_sources(options, split, None)}
-    names = sorted(split.name for split in splits)
-    params = {**options.settings(), **name_to_record(likelihood), "splits": names, "seed": seed}
-
-    def estimated_bytes() -> int:
-        if ":" in str(options.model):  # code is not run to tell
-            return 1 << 20
-
-        return stored_bytes(options)
-
-    return Request(
-        target,
-        TRAINED_KIND,
-        "checkpoint",
-        params,
-        _revisions.TRAIN,
-        list(sources.values()),
-        None,
-        estimated_bytes,
-        begin=partial(check_network_file, options),
-    )
-
-
-def _finished(run: Run, options: TrainOptions, requests: list[Request], results: list[Result]) -> Result:
-    """All results as one, with what each checkpoint says of itself."""
-    total = Result()
-    for result in results:
-        total.add(result)
-    if run.write.dry_run or not is_leader():  # which alone sees the files take their names
-        return total
-    metas = [read_header(request.target).meta for request in requests]
-    networks = [
-        {"path": str(request.target), "gradient_passes": meta["gradient_passes"], **meta["metrics"]}
-        for request, meta in zip(requests, metas, strict=True)
-    ]
-    total.extra = {"networks": networks}
-    total.metrics = metas[0]["metrics"] if len(metas) == 1 else {}
-    for request, meta in zip(requests, metas, strict=True):
-        total.summary += summary_of(request.target, meta)
-    features = run.folder.features("train")
-    if len(requests) > 1 or not features.is_file() or artifact_states(run, [features])[0].state != "fresh":
-        total.summary.append(f"next: {next_command(options, requests[0].target)}")
-    return total
-
-
 @dataclass(frozen=True)
 class Trained:
-    """A network after training: its state dict, that of its running average where there is one, and what is said of it."""
+    """A trained network: its state dict, that of its running average if any, and its metrics."""
 
     state: dict[str, Tensor]
     averaged: dict[str, Tensor] | None
     meta: dict[str, Any]
 
 
-_READ = 1024  # examples at once
-
-
-def labelled_inputs(
-    split: InputSplit, device: torch.device, *, num_workers: int = 0, progress: Progress = SILENT
-) -> Examples:
-    """Inputs (N, ...), as a network takes them, and labels of a split.
-
-    Raises:
-        DataError: an example is no single tensor, has no label, or has NaN or infinite values.
-        DeviceError: they do not fit into the device's memory.
-    """
-    task = progress.task(f"read {split.name}", len(split))
-    inputs = labels = torch.empty(0)
-    start = 0
-    for batch in split.batches(_READ, num_workers=num_workers):
-        if isinstance(batch.inputs, dict):
-            raise DataError(
-                f"split {split.name} has several inputs per example ({', '.join(batch.inputs)}); expected one "
-                    "tensor per example",
-                code="wrong_inputs", hint="train takes images, rows of numbers, and sounds that all have the same length",
-            )  # fmt: skip
-        if batch.labels is None:
-            raise DataError(f"split {split.name}: {split.spec} has no labels", code="no_labels")
-        if start == 0:
-            one = batch.inputs[0]
-            memory.require(
-                len(split) * one.nbytes, device, what=f"split {split.name}", hint="use fewer examples: SPEC@N"
-            )
-            inputs = torch.empty((len(split), *one.shape), dtype=one.dtype, device=device)
-            labels = torch.empty((len(split), *batch.labels.shape[1:]), dtype=batch.labels.dtype, device=device)
-        _check_finite(split, start, batch.inputs)
-        end = start + len(batch.inputs)
-        inputs[start:end], labels[start:end] = batch.inputs.to(device), batch.labels.to(device)
-        task.advance(end - start)
-        start = end
-    return Examples(inputs, labels)
-
-
-def _check_finite(split: InputSplit, start: int, inputs: torch.Tensor) -> None:
-    """Pass when inputs (n, ...) of the examples from `start` on are finite, while they are still on the CPU.
-
-    Raises:
-        DataError: naming the first row that is not.
-    """
-    if not inputs.is_floating_point() or bool(
-        torch.isfinite(inputs.sum())
-    ):  # NaN or infinity makes the sum NaN or infinite
-        return
-    bad = (~torch.isfinite(inputs.flatten(1))).any(dim=1).nonzero()
-    if len(bad):
-        row = int(split.rows[start + int(bad[0])])
-        raise DataError(
-            f"split {split.name}: expected finite inputs; row {row} of {split.spec} has NaN or infinite values",
-            code="not_finite", hint="fix these values, or drop the rows that have them",
-        )  # fmt: skip
-
-
-_PROBED = 2  # examples that show what a network gives
+_PROBED = 2  # examples to find a network's number of outputs
 
 
 class Training:
-    """Networks of some seeds, trained as one batch, for requests the first of which the resume state belongs to.
+    """Networks of several seeds, trained as one batch. The resume state belongs to the first seed's request.
 
     Attributes:
-        networks: in the order of the seeds.
+        networks: the networks, in the order of the seeds.
     """
 
     def __init__(
@@ -516,7 +400,7 @@ class Training:
         groups: list[range],
         state: dict[str, Tensor] | None,
     ) -> list[Trained]:
-        """The same of groups of networks, each a batch of its own, shared out among workers."""
+        """Train groups of networks, each as its own batch, shared among workers."""
         say_who_works(self.run, others, len(groups))
         stored = stored_in(self.resumable, begun_before(state), others, len(groups))
 
@@ -547,7 +431,7 @@ class Training:
         places: range,
         **report: Any,
     ) -> list[Trained]:
-        """The networks of these places among all, as one batch; report: as the loop of trainings has it."""
+        """Train the networks at these indices as one batch, with `report` as in the training loop."""
         run, options, seeds = self.run, self.options, [self.seeds[place] for place in places]
         own = [modules[place] for place in places]
         learner = MapLearner(
@@ -569,7 +453,7 @@ class Training:
         return self._trained(learner, examples)
 
     def _trained(self, learner: MapLearner, examples: Mapping[str, Examples]) -> list[Trained]:
-        """What each network became, its scores those of the state that is meant to be used: the averaged one where it is there."""
+        """Return each trained network, scored with its averaged state if there is one."""
         raw = learner.networks.separate()
         averaged = learner.averaged() if learner.averages else None
         found = []
@@ -594,20 +478,123 @@ class Training:
         return found
 
     def forget(self) -> None:
-        """All networks are published."""
+        """Remove the resume state once all networks are published."""
         self.resumable.remove()
 
 
+def _targets(run: Run, options: TrainOptions) -> dict[int, Path]:
+    """Return the checkpoint file of each seed."""
+    given, first = Path(run.arguments["ckpt"]), run.compute.seed
+    if given.suffix != SUFFIX:
+        raise UsageError(f"CKPT: expected a name that ends in {SUFFIX}; got {str(given)!r}")
+    if options.seeds is None:
+        return {first: given}
+    return {seed: given.with_name(f"{given.stem}-{seed}{SUFFIX}") for seed in range(first, first + options.seeds)}
+
+
+def _request(
+    run: Run, options: TrainOptions, target: Path, seed: int, splits: list[data.InputSplit], likelihood: str | None
+) -> Request:
+    sources = {source.role: source for split in splits for source in user_sources(options, split, None)}
+    names = sorted(split.name for split in splits)
+    params = {**options.settings(), **name_to_record(likelihood), "splits": names, "seed": seed}
+
+    def estimated_bytes() -> int:
+        if ":" in str(options.model):  # code is not run to tell
+            return 1 << 20
+
+        return stored_bytes(options)
+
+    return Request(
+        target,
+        TRAINED_KIND,
+        "checkpoint",
+        params,
+        _revisions.TRAIN,
+        list(sources.values()),
+        None,
+        estimated_bytes,
+        begin=partial(check_network_file, options),
+    )
+
+
 def stored_bytes(options: TrainOptions) -> int:
-    """What a checkpoint of a built-in network takes."""
+    """Return the size of a built-in network's checkpoint, in bytes."""
     with torch.device("meta"):
         network = load_network(str(options.model), arguments_by_name(options.model_arg), None)
     size = sum(tensor.nbytes for tensor in network.state_dict().values())
     return size * (1 if options.ema is None else 2)
 
 
+# Networks of a group, at most. On a CPU one by one costs next to nothing, but for the smallest; a GPU wants large kernels.
+GROUP_SEEDS = {"cpu": 1, "cuda": 8}
+
+
+def groups_of_seeds(num_seeds: int, device: torch.device) -> list[range]:
+    """Split seeds into groups of nearly equal size and return the indices of each. Depends on the number of seeds, not of workers."""
+    return shares(num_seeds, -(-num_seeds // GROUP_SEEDS.get(device.type, 1)))
+
+
+_READ = 1024  # examples at once
+
+
+def labelled_inputs(
+    split: InputSplit, device: torch.device, *, num_workers: int = 0, progress: Progress = SILENT
+) -> Examples:
+    """Return the inputs (N, ...) and labels of a split.
+
+    Raises:
+        DataError: an example is not a single tensor, has no label, or has NaN or infinite values.
+        DeviceError: the inputs do not fit in the device's memory.
+    """
+    task = progress.task(f"read {split.name}", len(split))
+    inputs = labels = torch.empty(0)
+    start = 0
+    for batch in split.batches(_READ, num_workers=num_workers):
+        if isinstance(batch.inputs, dict):
+            raise DataError(
+                f"split {split.name} has several inputs per example ({', '.join(batch.inputs)}); expected one "
+                    "tensor per example",
+                code="wrong_inputs", hint="train takes images, rows of numbers, and sounds that all have the same length",
+            )  # fmt: skip
+        if batch.labels is None:
+            raise DataError(f"split {split.name}: {split.spec} has no labels", code="no_labels")
+        if start == 0:
+            one = batch.inputs[0]
+            memory.require(
+                len(split) * one.nbytes, device, what=f"split {split.name}", hint="use fewer examples: SPEC@N"
+            )
+            inputs = torch.empty((len(split), *one.shape), dtype=one.dtype, device=device)
+            labels = torch.empty((len(split), *batch.labels.shape[1:]), dtype=batch.labels.dtype, device=device)
+        _check_finite(split, start, batch.inputs)
+        end = start + len(batch.inputs)
+        inputs[start:end], labels[start:end] = batch.inputs.to(device), batch.labels.to(device)
+        task.advance(end - start)
+        start = end
+    return Examples(inputs, labels)
+
+
+def _check_finite(split: InputSplit, start: int, inputs: torch.Tensor) -> None:
+    """Check inputs (n, ...) of the examples from `start` on, while they are on the CPU.
+
+    Raises:
+        DataError: a value is NaN or infinite. The message names the first such row.
+    """
+    if not inputs.is_floating_point() or bool(
+        torch.isfinite(inputs.sum())
+    ):  # NaN or infinity makes the sum NaN or infinite
+        return
+    bad = (~torch.isfinite(inputs.flatten(1))).any(dim=1).nonzero()
+    if len(bad):
+        row = int(split.rows[start + int(bad[0])])
+        raise DataError(
+            f"split {split.name}: expected finite inputs; row {row} of {split.spec} has NaN or infinite values",
+            code="not_finite", hint="fix these values, or drop the rows that have them",
+        )  # fmt: skip
+
+
 def _network(options: TrainOptions, seed: int) -> nn.Module:
-    """The network with the random weights of a seed."""
+    """Build the network with the random weights of a seed."""
     return_large_blocks()
     torch.manual_seed(stream_seed(seed, "train/initial"))
     network = load_network(str(options.model), arguments_by_name(options.model_arg), None)
@@ -617,7 +604,7 @@ def _network(options: TrainOptions, seed: int) -> nn.Module:
 
 
 def _num_outputs(options: TrainOptions, module: nn.Module, inputs: Tensor) -> int:
-    """Outputs of an example, by inputs (n, ...). Raises DataError where the network cannot take these."""
+    """Return the number of outputs for inputs (n, ...). Raises DataError where the network cannot take them."""
     try:
         return forward(module.eval(), inputs).reshape(len(inputs), -1).shape[1]
     except DataError as error:
@@ -626,8 +613,20 @@ def _num_outputs(options: TrainOptions, module: nn.Module, inputs: Tensor) -> in
         raise
 
 
+def _check_labels(examples: Examples, likelihood: Likelihood, name: str) -> None:
+    """Raise DataError unless the labels are classes of the network."""
+    labels = examples.labels
+    if labels.ndim == 1 and int(labels.max()) >= likelihood.num_classes:
+        raise DataError(
+            f"split {name}: a label is {int(labels.max())}, but the network has classes 0 to "
+                f"{likelihood.num_classes - 1}",
+            code="bad_labels", hint=FROM_1 if labels.min() == 1 and labels.max() == likelihood.num_classes
+            else "set the number of outputs, such as \0model_arg\0 classes=N",
+        )  # fmt: skip
+
+
 def _settings(options: TrainOptions, split: InputSplit, inputs: Tensor) -> MapSettings:
-    """How networks learn; black, for augmentation, is what the preprocessing makes of zeros."""
+    """Return the training settings. Black, for augmentation, is a zero pixel after preprocessing."""
     augmentation = None
     if options.augment != "none":
         if inputs.ndim != 4:
@@ -653,12 +652,39 @@ def _settings(options: TrainOptions, split: InputSplit, inputs: Tensor) -> MapSe
     )
 
 
+def tensors_of(trained: Trained) -> dict[str, Tensor]:
+    """Return a trained network as tensors."""
+    said = torch.frombuffer(bytearray(json.dumps(trained.meta).encode()), dtype=torch.uint8)
+    found = {f"state/{name}": tensor for name, tensor in trained.state.items()}
+    found |= {f"averaged/{name}": tensor for name, tensor in (trained.averaged or {}).items()}
+    return {"meta": said, **found}
+
+
+def of_tensors(tensors: dict[str, Tensor]) -> Trained:
+    """Return the trained network of tensors from tensors_of."""
+    parts: dict[str, dict[str, Tensor]] = {"state": {}, "averaged": {}}
+    for key, tensor in tensors.items():
+        kind, slash, name = key.partition("/")
+        if slash:
+            parts[kind][name] = tensor
+    return Trained(parts["state"], parts["averaged"] or None, json.loads(bytes(tensors["meta"].tolist())))
+
+
+def _report(run: Run, epoch: int, history: EpochScores) -> None:
+    """Print one line per epoch with -v."""
+    said = [
+        ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in history.last(place).items())
+        for place in range(len(history.loss[-1]))
+    ]
+    run.console.debug(f"epoch {epoch}: {'; '.join(said)}")
+
+
 def _probe(modules: list[nn.Module], learner: MapLearner) -> None:
-    """Pass where the networks take the smallest batch of an epoch, as they do in training.
+    """Run the networks on the smallest batch of an epoch, as in training.
 
     Raises:
-        UsageError: they cannot be trained as one batch.
-        DataError: they raise, such as batch norm with a single example.
+        UsageError: the networks cannot be trained as one batch.
+        DataError: they fail, such as batch norm on a single example.
     """
     rest = learner.num_examples % int(learner.batch_size or 1) or int(learner.batch_size or 1)
     trial = StackedNetworks(deepcopy(modules), logits_of)
@@ -679,27 +705,15 @@ def _probe(modules: list[nn.Module], learner: MapLearner) -> None:
         raise DataError(f"the network cannot be trained: {first_line}", code="wrong_inputs") from error
 
 
-def _check_labels(examples: Examples, likelihood: Likelihood, name: str) -> None:
-    """Pass when the labels are classes of the network. Raises DataError otherwise."""
-    labels = examples.labels
-    if labels.ndim == 1 and int(labels.max()) >= likelihood.num_classes:
-        raise DataError(
-            f"split {name}: a label is {int(labels.max())}, but the network has classes 0 to "
-                f"{likelihood.num_classes - 1}",
-            code="bad_labels", hint=FROM_1 if labels.min() == 1 and labels.max() == likelihood.num_classes
-            else "set the number of outputs, such as \0model_arg\0 classes=N",
-        )  # fmt: skip
-
-
 def _prior_precision(learner: MapLearner) -> float | None:
-    """Of the Gaussian prior whose mode the training looks for; None where its loss is no log posterior."""
+    """Return the precision of the Gaussian prior that weight decay implies; None where the loss is not a log posterior."""
     settings = learner.settings
     is_map = settings.optimizer != "adamw" and not settings.label_smoothing and settings.weight_decay
     return settings.weight_decay * learner.num_examples if is_map else None
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict. Raises NumericError where it is not finite."""
+    """Return the state dict. Raises NumericError where it is not finite."""
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     try:
         check_finite(state)
@@ -710,44 +724,30 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _report(run: Run, epoch: int, history: EpochScores) -> None:
-    """A line on an epoch for whoever asked for more."""
-    said = [
-        ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in history.last(place).items())
-        for place in range(len(history.loss[-1]))
+def _finished(run: Run, options: TrainOptions, requests: list[Request], results: list[Result]) -> Result:
+    """Return all results as one, with the metrics of each checkpoint."""
+    total = Result()
+    for result in results:
+        total.add(result)
+    if run.write.dry_run or not is_leader():  # which alone sees the files take their names
+        return total
+    metas = [read_header(request.target).meta for request in requests]
+    networks = [
+        {"path": str(request.target), "gradient_passes": meta["gradient_passes"], **meta["metrics"]}
+        for request, meta in zip(requests, metas, strict=True)
     ]
-    run.console.debug(f"epoch {epoch}: {'; '.join(said)}")
-
-
-# Networks of a group, at most. On a CPU one by one costs next to nothing, but for the smallest; a GPU wants large kernels.
-GROUP_SEEDS = {"cpu": 1, "cuda": 8}
-
-
-def groups_of_seeds(num_seeds: int, device: torch.device) -> list[range]:
-    """The places of each group's seeds, as even as can be; from their number alone, whatever the number of workers."""
-    return shares(num_seeds, -(-num_seeds // GROUP_SEEDS.get(device.type, 1)))
-
-
-def tensors_of(trained: Trained) -> dict[str, Tensor]:
-    """A network after training."""
-    said = torch.frombuffer(bytearray(json.dumps(trained.meta).encode()), dtype=torch.uint8)
-    found = {f"state/{name}": tensor for name, tensor in trained.state.items()}
-    found |= {f"averaged/{name}": tensor for name, tensor in (trained.averaged or {}).items()}
-    return {"meta": said, **found}
-
-
-def of_tensors(tensors: dict[str, Tensor]) -> Trained:
-    """The inverse of tensors_of."""
-    parts: dict[str, dict[str, Tensor]] = {"state": {}, "averaged": {}}
-    for key, tensor in tensors.items():
-        kind, slash, name = key.partition("/")
-        if slash:
-            parts[kind][name] = tensor
-    return Trained(parts["state"], parts["averaged"] or None, json.loads(bytes(tensors["meta"].tolist())))
+    total.extra = {"networks": networks}
+    total.metrics = metas[0]["metrics"] if len(metas) == 1 else {}
+    for request, meta in zip(requests, metas, strict=True):
+        total.summary += summary_of(request.target, meta)
+    features = run.folder.features("train")
+    if len(requests) > 1 or not features.is_file() or artifact_states(run, [features])[0].state != "fresh":
+        total.summary.append(f"next: {next_command(options, requests[0].target)}")
+    return total
 
 
 def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
-    """A line on the training, and one on the splits that were not trained on."""
+    """Return a line on the training and one on the other splits."""
     metrics = meta["metrics"]
     passes = meta["gradient_passes"]
     averaged = " (running average of the weights)" if metrics["is_averaged"] else ""
@@ -766,7 +766,7 @@ def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
 
 
 def next_command(options: TrainOptions, path: Path) -> str:
-    """The command that goes on with the checkpoint: what it records need not be said again, but code that is to be run."""
+    """Return the next command for the checkpoint. It names only what the checkpoint does not record, and code to run."""
     again: dict[str, Any] = {"data": options.data, "hold_out": options.hold_out, "task": options.task}
     if options.model not in own_names("networks"):  # whoever names the network says all that goes with it
         again = {name: getattr(options, name) for name in RECORDED_NETWORK} | again

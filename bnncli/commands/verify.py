@@ -1,4 +1,4 @@
-"""verify: reads every byte of artifacts and checks digests and invariants."""
+"""verify: read every byte of artifacts, and check digests and invariants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUFFIXES = (".h5", ".safetensors", ".nc", ".json", ".onnx", ".pt2")
 
 
 def run(run: Run, options: Any) -> Result:
-    """A line for each file; the failure has the first problem's exit code."""
+    """Check each file and report one line per file. The failure has the first problem's exit code."""
     entries: list[dict[str, Any]] = []
     failure: BnnError | None = None
     for path in _files(run.arguments["file"]):
@@ -58,7 +58,7 @@ def run(run: Run, options: Any) -> Result:
 
 
 def _files(given: list[Path]) -> list[Path]:
-    """The files named, and the artifacts in the folders named."""
+    """Return the named files, and the artifacts in named folders."""
     found: list[Path] = []
     for path in map(Path, given):
         if path.is_dir():
@@ -73,7 +73,7 @@ def _files(given: list[Path]) -> list[Path]:
 
 
 def check_artifact(path: Path) -> Header:
-    """The header of an artifact whose every byte and invariant has been checked. Raises DataError otherwise."""
+    """Check every byte and invariant of an artifact and return its header. Raises DataError where a check fails."""
     header = read_header(path)
     if header.kind == "features":
         read_features(path, is_full_check=True)
@@ -104,7 +104,7 @@ def check_artifact(path: Path) -> Header:
 
 
 def _places(param_layout: Any) -> list[tuple[Any, Any]] | None:
-    """Shape and offset of each part, whatever it is called: a latent network's only layer is a head; None if malformed."""
+    """Return the shape and offset of each part, ignoring names: a latent network's only layer is a head. None if malformed."""
     if not isinstance(param_layout, list) or not all(isinstance(part, dict) for part in param_layout):
         return None
     return [(part.get("shape"), part.get("offset")) for part in param_layout]

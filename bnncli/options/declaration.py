@@ -118,6 +118,8 @@ def _top_level_blocks(text: str) -> dict[str, str]:
             for one in re.sub(r"[()]|#.*", "", imported[2]).split(","):
                 if one.strip():
                     found[one.split()[-1]] = f"from {imported[1]} import {one.strip()}"
+        elif module := re.fullmatch(r"import (\w+)", block.rstrip()):
+            found[module[1]] = module[0]
         elif defined := _DEFINED.match(block):
             found |= dict.fromkeys((defined[1] or defined[2]).split(", "), block)
     return found

@@ -226,7 +226,7 @@ def test_69_is_an_allocation_that_fails(
 ) -> None:
     from bnncli.commands import refine
 
-    monkeypatch.setattr(refine, "base_of", lambda *_: allocate())
+    monkeypatch.setattr(refine, "_open_base", lambda *_: allocate())
     done = cli("refine", small_run, "--name", "x")
     assert done.code == 69
     assert "out of memory" in done.stderr
@@ -242,7 +242,7 @@ def test_a_hint_for_a_full_gpu_names_the_cpu_too(
     def require(*_: object) -> None:
         raise DeviceError(f"it needs more memory than {device} has", hint="use less", code="out_of_memory")
 
-    monkeypatch.setattr(refine, "base_of", require)
+    monkeypatch.setattr(refine, "_open_base", require)
     assert f"hint: {hint}\n" in cli("refine", small_run, "--name", "x").stderr
 
 

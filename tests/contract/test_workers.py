@@ -95,14 +95,13 @@ def test_digests_are_equal_for_any_number_of_workers(
 
 SMALL_DEVICES = """
 import os
-from bnncli.inference import local_covariance, memory, mode
-from bnncli.inference import mode
-from bnncli.machine import panels
+from bnncli.inference import memory, mode
+from bnncli.system import memory as panels
 panels._WIDTH, panels._LARGE = {"cpu": 5}, 10
 mode.MAX_FULL_PRECONDITIONER = 0
 memory.has_room_whole = lambda layout, device: False
-rows = local_covariance._spread
-local_covariance._spread = lambda *a, **k: os.write(2, b"rows are spread ") and rows(*a, **k)
+rows = mode._spread
+mode._spread = lambda *a, **k: os.write(2, b"rows are spread ") and rows(*a, **k)
 """
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from evaluation.test_excess import as_good_as, draw
+from evaluation.test_calibration import as_good_as, draw
 from numpy.typing import NDArray
 from problems.score_samples import means, noisy_scores
 from scipy import stats

@@ -28,7 +28,7 @@ from bnncli.evaluation.detection import Ranking, detection_rows
 from bnncli.evaluation.detectors import default_score, example_scores, prediction_detectors, usual_score
 from bnncli.evaluation.feature_scores import NUM_NEIGHBORS, FittedViews, TailRanks
 from bnncli.evaluation.scores import detection_forms, other_split_rows
-from bnncli.evaluation.statistics import Row, compute_example_statistics, score_rows
+from bnncli.evaluation.statistics import ExampleStatistics, Row, compute_example_statistics, score_rows
 from bnncli.parameters.layouts import HeadLayout
 
 FORMS = detection_forms()
@@ -160,12 +160,19 @@ def test_a_score_that_is_not_there_says_why_beside_one_that_is() -> None:
     assert (found["aupr", "out", "b"]["value"], found["aupr", "out", "b"]["undefined"]) == (None, "no b")
 
 
+def sure(confidence: NDArray) -> ExampleStatistics:
+    """Statistics of examples with this largest probability (N,) and nothing else."""
+    nothing = np.zeros(len(confidence))
+    return ExampleStatistics(2, confidence, nothing.astype(np.int64), nothing, nothing)
+
+
 def test_mmc_is_the_mean_of_the_largest_probabilities() -> None:
     confidence = random_pair()[1]
-    row = other_split_rows(confidence, ood="svhn", bootstrap=Bootstrap(2000))
+    (row,) = other_split_rows(sure(confidence), "svhn", Bootstrap(2000))
     assert (row["name"], row["value"], row["n"], row["ood"]) == ("mmc", pytest.approx(confidence.mean()), 67, "svhn")
     assert row["standard_error"] == pytest.approx(confidence.std() / np.sqrt(67), rel=0.08)
-    assert other_split_rows(np.empty(0), ood="svhn")["undefined"] == "split svhn is empty"
+    (row,) = other_split_rows(sure(np.empty(0)), "svhn", None)
+    assert row["undefined"] == "split svhn is empty"
 
 
 def test_every_score_is_higher_for_what_looks_in_distribution() -> None:

@@ -22,7 +22,7 @@ from bnncli.models import features as parts
 from bnncli.models.build import load_network
 from bnncli.models.checkpoints import load_checkpoint
 from bnncli.models.features import FeatureComputation, PrecisionLoss, collect, extract, track_batches
-from bnncli.models.head import BeforeLinks, Head, head_of, logits_before, prove_head
+from bnncli.models.head import Head, before_links, head_of, logits_before, prove_head
 from bnncli.models.head_search import find_head
 from bnncli.parameters.tensor_bytes import peak_bytes
 from bnncli.progress import Task
@@ -393,7 +393,7 @@ def test_what_precision_loses_is_measured_on_logits() -> None:
 def test_much_loss_is_warned_of(cli: Cli, model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     from bnncli.commands.extract_features import network
 
-    monkeypatch.setattr(network, "MUCH", 1e-6)
+    monkeypatch.setattr(network, "_MUCH", 1e-6)
     done = cli(
         "extract-features",
         "net.pt",
@@ -434,7 +434,7 @@ def test_logits_of_confident_outputs_are_those_that_went_in(end: str) -> None:
     inputs = torch.tensor([[CONFIDENT], [-CONFIDENT], [0.5]], dtype=torch.float64)
 
     def logits(weight: Tensor, example: Tensor) -> Tensor:
-        with BeforeLinks():
+        with before_links():
             output = apply((example.unsqueeze(0) @ weight.T) * 1)
         return logits_before(output, link)[0]
 

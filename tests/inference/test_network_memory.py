@@ -87,7 +87,7 @@ def test_chains_and_flows_take_what_is_held_of_each() -> None:
 def test_chains_that_do_not_fit_are_refused_with_how_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = NetworkDraws(make_layout(), 60, 20, base_bytes=1000)
     there = plan.sampling_bytes(CPU, num_chains=3, num_draws=5)
-    for module in ("inference.network_draw_memory", "machine.memory"):
+    for module in ("inference.network_memory", "system.memory"):
         monkeypatch.setattr(f"bnncli.{module}.budget", lambda device: there)
     with pytest.raises(DeviceError, match="hmc with 8 chains and") as caught:
         plan.require_sampling(CPU, num_chains=8, num_draws=5)

@@ -26,7 +26,7 @@ BLOCK, TIMES, PAGE = 2**23, 20, 2**12
 PROGRAM = f"""
 import ctypes, resource, sys
 import torch
-from bnncli.machine import memory
+from bnncli.system import memory
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages are of 4 KiB
 for policy in sys.argv[1].split(","):
     getattr(memory, policy)()
@@ -152,7 +152,7 @@ def test_fit_laplace_ends_in_the_midst_of_a_factorisation_and_leaves_nothing(tmp
 
 LIBRARY = """
 import threading, time
-from bnncli.machine import signals
+from bnncli.system import signals
 thread = threading.Thread(target=lambda: (time.sleep(0.3), print("done")), daemon=True)
 thread.start()
 signals.abandon(thread)

@@ -41,7 +41,7 @@ SAMPLES = (
 
 
 def recorded(*words: object) -> list[str] | None:
-    line = own_command(["bnncli", *words], MAKERS, "HERE")
+    line = own_command(["bnncli", *words], "HERE")
     return None if line is None else line.words()
 
 
@@ -134,7 +134,7 @@ FORGED = {
 
 @pytest.mark.parametrize("case", FORGED)
 def test_nothing_of_a_record_that_is_not_ours_is_shown(case: str) -> None:
-    assert own_command(FORGED[case], MAKERS, "HERE") is None
+    assert own_command(FORGED[case], "HERE") is None
 
 
 def test_values_that_a_shell_would_run_are_quoted(cli: Cli, small_run: Path) -> None:

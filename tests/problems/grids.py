@@ -122,14 +122,12 @@ def lines_of(folder: Path, text: str) -> list[str]:
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A folder where grids run the stand-in."""
-    from bnncli.commands import grid
     from bnncli.commands.grid import running
     from bnncli.commands.grid import running as schedule
 
     found = Stage(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for module in (grid, running):
-        monkeypatch.setattr(module, "program", lambda: found.program)
+    monkeypatch.setattr(running, "program", lambda: found.program)
     monkeypatch.setattr(schedule, "_POLL", 0.005)
     return found

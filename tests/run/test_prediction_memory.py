@@ -62,7 +62,7 @@ def test_a_pass_of_examples_takes_what_was_planned(monkeypatch: pytest.MonkeyPat
 def test_predictions_without_room_are_refused_with_how_many_draws_have(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, asked = make_memory("flow"), PredictionSizes("sample", 20, 2000)
     there = require_prediction(memory, PredictionSizes("sample", 20, 700), CPU, what="predicting")
-    for module in ("run.prediction_memory", "machine.memory"):
+    for module in ("session.prediction_memory", "system.memory"):
         monkeypatch.setattr(f"bnncli.{module}.budget", lambda device: there)
     with pytest.raises(DeviceError, match="predicting: needs about") as caught:
         require_prediction(memory, asked, CPU, what="predicting")

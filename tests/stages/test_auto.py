@@ -217,7 +217,7 @@ def test_a_fit_that_ends_past_the_deadline_is_kept(cli: Cli, tmp_path: Path, mon
             signals.raise_if_interrupted()
         return fitted
 
-    monkeypatch.setattr(stack_work, "fit", late)
+    monkeypatch.setattr(stack_work, "fit_stack", late)
     found = auto(cli, run, "--budget", "60s")
     assert {rung["name"]: rung["is_there"] for rung in found["rungs"]}["stack"]
 

@@ -351,7 +351,7 @@ def test_what_cannot_be_a_split_is_refused(folder: Path, cli: Cli, words: tuple[
 
 def test_image_files_keep_their_names_and_code_is_run_where_it_is_trusted(folder: Path, cli: Cli) -> None:
     Path("net.py").write_text(
-        "from bnncli.networks.mlp import build\ndef make():\n    return build(inputs=16, hidden=(6,), classes=3)\n"
+        "from bnncli.models.architectures.mlp import build\ndef make():\n    return build(inputs=16, hidden=(6,), classes=3)\n"
     )
     shutil.copy("net.pt", "own.pt")
     named = ("--model", "net.py:make", "--data", "train=npz:train.npz")

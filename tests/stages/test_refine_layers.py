@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_before_the_work(
     cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str, hint: str
 ) -> None:
     asked = (words[0], "ckpt.pt", "--posterior", "laplace-all", *words[1:], *TRUST)
-    for module in ("machine.memory", "run.prediction_memory"):
+    for module in ("system.memory", "session.prediction_memory"):
         monkeypatch.setattr(f"bnncli.{module}.budget", lambda device: 10 << 20)
     refused = cli(*asked, "--json")
     assert (refused.code, hint in refused.json["error"]["hint"]) == (69, True)

@@ -476,7 +476,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[st
         found.append((dict(panels), named))
         return draw(panels, **named)
 
-    monkeypatch.setattr(reliability, "draw", kept)
+    monkeypatch.setattr("bnncli.commands.score.draw_reliability", kept)
     return found
 
 
@@ -502,7 +502,7 @@ def test_the_diagram_is_that_of_the_scores(cli: Cli, plot_folder: Path, drawn: A
 def test_the_largest_groups_have_a_panel_each(
     cli: Cli, plot_folder: Path, drawn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.figures.render", lambda figure, form: b"")
+    monkeypatch.setattr("bnncli.commands.score.render", lambda figure, form: b"")
     done = cli("score", "p.npz", "--groups", "site", "--metric", "nll", "--plot", "r.svg", *QUICK)
     ((panels, named),) = drawn
     assert list(panels) == list(named["errors"]) == ["test", *(f"g{k:02}" for k in range(11))]
@@ -527,7 +527,7 @@ def test_several_labels_an_example_have_the_diagram_of_all_decisions(cli: Cli, p
 def test_a_group_may_be_called_as_the_file_is(
     cli: Cli, plot_folder: Path, drawn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.figures.render", lambda figure, form: b"")
+    monkeypatch.setattr("bnncli.commands.score.render", lambda figure, form: b"")
     np.savez("p.npz", **{**np.load("p.npz"), "site": np.resize(["p", "q"], 200)})
     assert cli("score", "p.npz", "--groups", "site", "--plot", "r.svg", *QUICK).code == 0
     assert [*drawn[0][0]] == ["test", "p", "q"]

@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 
 from bnncli.artifacts.posteriors import read_posterior
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.commands import stack
+from bnncli.commands import auto, stack
 from bnncli.inference.temperature import stacking_weights
 from bnncli.system.signals import BudgetSpent
 
@@ -252,6 +252,6 @@ def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
 def test_auto_stacks_last_where_there_is_no_time_for_it(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, order: list[str]
 ) -> None:
-    monkeypatch.setattr(stack, "estimated_seconds", lambda *given: seconds)
+    monkeypatch.setattr(auto, "estimated_seconds", lambda *given: seconds)
     found = cli("auto", small_run, "--budget", "30s", "--json").json
     assert [rung["name"] for rung in found["rungs"] if rung["name"] in order] == order

@@ -76,7 +76,7 @@ def test_all_layers_are_fitted_predicted_with_and_up_to_date(cli: Cli, checkpoin
 def test_the_mode_of_all_layers_is_found_and_told(
     cli: Cli, checkpoint: Path, most_full: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("climb", "prior_precision"):
+    for module in ("mode", "prior_search"):
         monkeypatch.setattr(f"bnncli.inference.{module}.MAX_FULL_PRECONDITIONER", most_full)
     words = ("--layers", "all", "--center", "mode", "--prior-precision", "marglik", "--trust-code")
     done = cli("fit-laplace", "ckpt.pt", *words, "--json")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def compared() -> tuple[str, ...]:
-    """The scores that two posteriors can be paired in."""
+    """Return the scores that can be paired."""
     return tuple(name for name, score in all_scores().items() if score.is_paired)
 
 
@@ -47,7 +47,7 @@ def _metric_help() -> str:
 
 @dataclass(frozen=True)
 class CompareOptions(Checked):
-    """Options of compare, `settings` being those that scores bring."""
+    """Options of compare. `settings` holds the options that scores declare."""
 
     metric: list[str] = option([], _metric_help, metavar="SCORE", group="What to compare")
     posterior: list[str] = option(
@@ -99,13 +99,13 @@ class CompareOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.scores  # wrong ones are told before any work
+        _ = self.scores  # raises for bad values before any work
         if len(set(self.metric)) < len(self.metric):
             raise UsageError("\0metric\0: the same score is given twice")
 
     @property
     def scores(self) -> list[Quantity]:
-        """What --metric asks for."""
+        """Return the scores of --metric."""
         return [parse_score(text, "\0metric\0", compared()) for text in self.metric or _default_metrics()]
 
 
@@ -135,7 +135,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: CompareOptions) -> Result:
-    """Measure, test and print; only --plot writes."""
+    """Measure, test and print. Only --plot writes a file."""
     from bnncli.commands.compare.output import (
         as_csv,
         as_json,
@@ -170,39 +170,18 @@ def run(run: Run, options: CompareOptions) -> Result:
     return result
 
 
-def _gains(runs: list[Run], comparison: Comparison) -> list[Table]:
-    """What the gains of the posteriors come from; of one checkpoint."""
-    if len(runs) > 1:
-        return []
-    names, headers = {name.posterior for name in comparison.names}, {}
-    for path in runs[0].folder.posteriors():
-        if path.stem in names:
-            with suppress(DataError):  # a damaged file is no posterior that is compared: its predictions are
-                headers[path.stem] = read_header(path)
-    return gain_table(headers)
-
-
-def _inputs(groups: dict[str, list[PredictionGroup]]) -> list[dict[str, str]]:
-    return [
-        source_json(Source(f"predictions.{label}.{header.meta['split']}", header.path, header.content_digest))
-        for label, own in groups.items()
-        for group in own
-        for header in group.headers
-    ]
-
-
 Groups = dict[str, list[PredictionGroup]]  # by name, one for each checkpoint
 
 
 def compared_groups(runs: Sequence[Run], options: CompareOptions, *, leave_out: Collection[Path] = ()) -> Groups:
-    """The predictions to compare, which every checkpoint has.
+    """Return the predictions to compare, which every checkpoint has.
 
     Args:
-        leave_out: files that are not looked at.
+        leave_out: files to skip.
 
     Raises:
-        MissingInput, DataError: there are none, or none of the baseline.
-        UsageError: the baseline may mean several.
+        MissingInput, DataError: there are no predictions, or none of the baseline.
+        UsageError: the baseline is ambiguous.
     """
     named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
     beside = [] if options.baseline is None else [options.baseline]
@@ -215,31 +194,10 @@ def compared_groups(runs: Sequence[Run], options: CompareOptions, *, leave_out: 
     return groups
 
 
-def compare_groups(runs: Sequence[Run], options: CompareOptions, groups: Groups) -> Comparison:
-    """Their scores and standings. Raises UsageError or DataError for a score that was asked for and is not there."""
-    from bnncli.commands.compare.measure import measure
-
-    columns = measure(runs[0], options, groups)
-    firsts = [own[0] for own in groups.values()]
-    _check_wanted(options, columns, firsts)
-    found = _compare(options, groups, columns, _baseline(runs[0], options, firsts))
-    return replace(found, recommendation=_recommendation(runs[0])) if len(runs) == 1 else found
-
-
-def _recommendation(run: Run) -> str | None:
-    """What auto recommends of the run; None where it has not, or its recommendation cannot be used."""
-    try:
-        found = recommended(run)
-    except DataError as error:
-        run.console.warn(f"{error.message}{error.advice}")
-        return None
-    return None if found is None else found.sentence
-
-
 def _shared(
     runs: Sequence[Run], found: Sequence[Sequence[PredictionGroup]], split: str
 ) -> dict[str, list[PredictionGroup]]:
-    """The groups that every run has with predictions of the split, by name, one for each run."""
+    """Return the groups with predictions of the split that every run has: name to one group per run."""
     labels = {(group.name, group.posterior, group.variant): None for groups in found for group in groups}
     shared: dict[str, list[PredictionGroup]] = {}
     left_out: dict[str, list[str]] = {}  # by the checkpoints that lack them
@@ -275,25 +233,6 @@ def _shared(
     return shared
 
 
-def _baseline(run: Run, options: CompareOptions, groups: list[PredictionGroup]) -> int | None:
-    """The place of the posterior that --baseline names. Raises MissingInput or UsageError where there is not one."""
-    name = options.baseline
-    if name is None:
-        return None
-    labels = [group.name for group in groups]
-    found = [place for place, group in enumerate(groups) if group.is_named([name], [])]
-    if not found:
-        raise MissingInput(
-            f"--baseline: posterior {name!r} is not compared here (have: {', '.join(labels)})",
-            hint=run.suggest("predict", posterior=name.partition(".")[0]),
-        )
-    if len(found) > 1:
-        raise UsageError(f"--baseline: {name} is ambiguous; name one of {', '.join(labels[place] for place in found)}")
-    if len(labels) == 1:
-        raise UsageError(f"--baseline: there is no other posterior to compare {labels[0]} with")
-    return found[0]
-
-
 def _check_same_examples(
     runs: Sequence[Run], options: CompareOptions, groups: dict[str, list[PredictionGroup]]
 ) -> None:
@@ -320,8 +259,19 @@ def _check_same_examples(
             runs[0].console.warn(f"split {name!r} does not hold the same examples for all checkpoints")
 
 
+def compare_groups(runs: Sequence[Run], options: CompareOptions, groups: Groups) -> Comparison:
+    """Score the groups and compare them. Raises UsageError or DataError for a requested score that does not exist."""
+    from bnncli.commands.compare.measure import measure
+
+    columns = measure(runs[0], options, groups)
+    firsts = [own[0] for own in groups.values()]
+    _check_wanted(options, columns, firsts)
+    found = _compare(options, groups, columns, _baseline(runs[0], options, firsts))
+    return replace(found, recommendation=_recommendation(runs[0])) if len(runs) == 1 else found
+
+
 def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Sequence[PredictionGroup]) -> None:
-    """Raise when a score that was asked for by name is not there, or undefined for every posterior."""
+    """Raise where a requested score does not exist, or is undefined for every posterior."""
     for text, wanted in zip(options.metric, options.scores, strict=False):
         own = [column for column in columns if column.answers(wanted)]
         if not own:
@@ -334,7 +284,7 @@ def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Se
 
 
 def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[PredictionGroup]) -> str:
-    """What could have been meant, in brackets: the columns of the metric, or the splits and scores of a detection."""
+    """List the alternatives in brackets: the columns of the metric, or the splits and scores of a detection."""
     from bnncli.commands.compare.measure import OF_TWO_SPLITS
 
     there = [column.form for column in columns if column.row["name"] == wanted.metric]
@@ -375,16 +325,8 @@ def _compare(
     )
 
 
-def _cost(groups: Sequence[PredictionGroup]) -> TotalCost:
-    """What the posterior of the first checkpoint cost; unknown where its file is gone, or another by now."""
-    path = groups[0].posterior_path
-    digests = {entry["content_digest"] for entry in groups[0].headers[0].inputs if entry["role"] == "posterior"}
-    header = read_header(path) if path is not None and path.is_file() else None
-    return total_cost(header if header is not None and header.content_digest in digests else None)
-
-
 def _name(groups: Sequence[PredictionGroup], split: str) -> Name:
-    """What the predictions of one posterior, for each checkpoint, are called."""
+    """Return the name of one posterior's predictions, over all checkpoints."""
     from bnncli.commands.compare.output import Name
 
     draws = {num_draws(group, group.splits(is_ood=False)[split]) for group in groups}
@@ -394,19 +336,50 @@ def _name(groups: Sequence[PredictionGroup], split: str) -> Name:
     )
 
 
-_MOST_DRAWS = 10_000  # suggested: where more would be needed the posteriors hardly differ but for the draws
-_ROUNDING = (
-    1e-7  # of a score: the draws of a single network differ by as much in float32, and more of them change nothing
-)
+def _cost(groups: Sequence[PredictionGroup]) -> TotalCost:
+    """Return the cost of the first checkpoint's posterior; unknown where its file is gone or was replaced."""
+    path = groups[0].posterior_path
+    digests = {entry["content_digest"] for entry in groups[0].headers[0].inputs if entry["role"] == "posterior"}
+    header = read_header(path) if path is not None and path.is_file() else None
+    return total_cost(header if header is not None and header.content_digest in digests else None)
+
+
+def _baseline(run: Run, options: CompareOptions, groups: list[PredictionGroup]) -> int | None:
+    """Return the index of the posterior that --baseline names. Raises MissingInput or UsageError unless it names one."""
+    name = options.baseline
+    if name is None:
+        return None
+    labels = [group.name for group in groups]
+    found = [place for place, group in enumerate(groups) if group.is_named([name], [])]
+    if not found:
+        raise MissingInput(
+            f"--baseline: posterior {name!r} is not compared here (have: {', '.join(labels)})",
+            hint=run.suggest("predict", posterior=name.partition(".")[0]),
+        )
+    if len(found) > 1:
+        raise UsageError(f"--baseline: {name} is ambiguous; name one of {', '.join(labels[place] for place in found)}")
+    if len(labels) == 1:
+        raise UsageError(f"--baseline: there is no other posterior to compare {labels[0]} with")
+    return found[0]
+
+
+def _recommendation(run: Run) -> str | None:
+    """Return auto's recommendation for the run; None where there is none that can be used."""
+    try:
+        found = recommended(run)
+    except DataError as error:
+        run.console.warn(f"{error.message}{error.advice}")
+        return None
+    return None if found is None else found.sentence
 
 
 def power_warnings(
     run: Run, options: CompareOptions, comparison: Comparison, groups: Sequence[PredictionGroup]
 ) -> list[str]:
-    """Warnings, a line each.
+    """Return warnings, one line each.
 
     Args:
-        groups: of each posterior, for the first checkpoint.
+        groups: the first checkpoint's group of each posterior.
     """
     if comparison.num_checkpoints > 3:
         return []
@@ -434,10 +407,15 @@ def power_warnings(
     return found
 
 
-def _ratio(place: int, samples: Sequence[Sample | None], standings: Sequence[Standing]) -> float:
-    """The square of a posterior's integration error over the sampling variance of its difference from the reference.
+_ROUNDING = (
+    1e-7  # of a score: the draws of a single network differ by as much in float32, and more of them change nothing
+)
 
-    Of the reference itself, which is compared with all: the smallest over them. 0 where there is nothing to compare.
+
+def _ratio(place: int, samples: Sequence[Sample | None], standings: Sequence[Standing]) -> float:
+    """Return the squared integration error of a posterior over the sampling variance of its difference from the reference.
+
+    For the reference itself, return the smallest ratio over all others; 0 where there is nothing to compare.
     """
     own = samples[place]
     reference = [
@@ -457,8 +435,11 @@ def _ratio(place: int, samples: Sequence[Sample | None], standings: Sequence[Sta
     return min(ratios, default=0.0)
 
 
+_MOST_DRAWS = 10_000  # suggested: where more would be needed the posteriors hardly differ but for the draws
+
+
 def _too_few_draws(run: Run, group: PredictionGroup, draws: int | None, ratios: dict[str, float]) -> str:
-    """The warning that a posterior's draws limit its comparison, and how many would make its error half of the examples'."""
+    """Return the warning that draws limit a comparison, with the number that would halve their error relative to the examples'."""
     header = group.headers[0]
     text = (
         f"{group.name}: the integration error of its {draws} draws exceeds the sampling error of its difference "
@@ -481,6 +462,27 @@ def _too_few_draws(run: Run, group: PredictionGroup, draws: int | None, ratios: 
 
 
 def _rounded_up(number: float) -> int:
-    """To one significant digit."""
+    """Round up to one significant digit."""
     unit = 10 ** math.floor(math.log10(number))
     return math.ceil(number / unit) * unit
+
+
+def _inputs(groups: dict[str, list[PredictionGroup]]) -> list[dict[str, str]]:
+    return [
+        source_json(Source(f"predictions.{label}.{header.meta['split']}", header.path, header.content_digest))
+        for label, own in groups.items()
+        for group in own
+        for header in group.headers
+    ]
+
+
+def _gains(runs: list[Run], comparison: Comparison) -> list[Table]:
+    """Describe where the gains of the posteriors come from, for a single checkpoint."""
+    if len(runs) > 1:
+        return []
+    names, headers = {name.posterior for name in comparison.names}, {}
+    for path in runs[0].folder.posteriors():
+        if path.stem in names:
+            with suppress(DataError):  # a damaged file is no posterior that is compared: its predictions are
+                headers[path.stem] = read_header(path)
+    return gain_table(headers)

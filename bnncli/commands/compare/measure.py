@@ -25,7 +25,7 @@ from bnncli.session.score_rows import PredictedSplit, find_metric, forms
 if TYPE_CHECKING:
     from bnncli.commands.compare import CompareOptions
 
-OF_TWO_SPLITS = tuple(name for name, score in all_scores().items() if score.of_two_splits is not None)
+
 _IN_THE_SPREAD = "included in the spread over checkpoints"
 
 
@@ -62,6 +62,11 @@ class Column:
         return bool(find_metric([self.row], wanted))
 
 
+Key = tuple[tuple[str, str], ...]
+# Of each score: its error, or the reason why it is not known.
+Known = dict[Key, IntegrationError | str]
+
+
 def measure(run: Run, options: CompareOptions, groups: dict[str, list[PredictionGroup]]) -> list[Column]:
     """The scores wanted of every posterior, in the order wanted; groups has a group for each checkpoint."""
     num_checkpoints = len(next(iter(groups.values())))
@@ -94,24 +99,7 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Prediction
     return columns
 
 
-def _resolved(wanted: Quantity) -> Quantity:
-    """Detection by the largest probability where no score is named: the default one is the same for all posteriors."""
-    if wanted.metric not in OF_TWO_SPLITS or not {*prediction_detectors()}.isdisjoint(wanted.choices):
-        return wanted
-    return wanted._replace(choices=(*wanted.choices, "max_prob"))
-
-
-def _integration_errors(options: CompareOptions, group: PredictionGroup, measured: Sequence[Measured]) -> Known:
-    """Those of all scores of one posterior."""
-    inside = PredictedSplit(group.splits(is_ood=False)[options.split])
-    own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
-    other_wanted = [_resolved(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
-    own = [one for one in measured if "ood" not in one.row]
-    found = split_errors(inside, own_wanted, own, options.settings) if own else {}
-    for name, header in group.splits(is_ood=True).items():
-        others = [one for one in measured if one.row.get("ood") == name]
-        found |= detection_errors(inside, PredictedSplit(header), other_wanted, others) if others else {}
-    return found
+OF_TWO_SPLITS = tuple(name for name, score in all_scores().items() if score.of_two_splits is not None)
 
 
 def _measure_checkpoint(
@@ -144,49 +132,17 @@ def _measure_checkpoint(
     return measured
 
 
-def _entry(found: Sequence[Measured | None], known: IntegrationError | str, *, seed: int) -> Entry:
-    """What the checkpoints together say of a score.
-
-    Args:
-        known: its integration error, or why there is none.
-        seed: of the noise that stands for it among the replicates.
-    """
-    values = []
-    for one in found:
-        if one is None:
-            return Entry(None, "these predictions have no such score")
-        if one.value is None:
-            return Entry(None, one.undefined)
-        values.append(one.value)
-    replicates = found[0].replicates if len(found) == 1 and found[0] is not None else None
-    if isinstance(known, str) or replicates is None:
-        unknown = known if isinstance(known, str) else "there are no bootstrap replicates to add it to"
-        return Entry(Sample(np.array(values), replicates), integration_unknown=unknown)
-    noise = integration(known.standard_error, known.degrees_of_freedom, size=len(replicates), seed=seed)
-    return Entry(Sample(np.array(values), replicates, noise))
-
-
-def _forms(rows: Sequence[dict[str, Any]], wanted: Quantity) -> list[str]:
-    """How each column that one score asks for is written: as it was asked for, and what tells the columns apart."""
-    names = []
-    for row, form in zip(rows, forms(rows), strict=True):
-        parts = [wanted.metric, *wanted.choices]
-        telling = [*form.split(":")[1:], *([row["ood"]] if "ood" in row else [])]
-        names.append(":".join([*parts, *dict.fromkeys(choice for choice in telling if choice not in parts)]))
-    return names
-
-
-Key = tuple[tuple[str, str], ...]
-# Of each score: its error, or the reason why it is not known.
-Known = dict[Key, IntegrationError | str]
-Measure = Callable[[list[ExampleStatistics], list[np.ndarray]], list[Measured]]
-
-_NO_DRAWS = IntegrationError(0.0, 1.0)
-_NO_GROUPS = (
-    "the predictions store no groups of draws: they have one draw, are an ensemble's, or are from an earlier version"
-)
-_OTHER_DRAWS = "the two splits were predicted with different seeds or numbers of draws"
-_NOT_OF_PROBABILITIES = "this score does not depend only on the class probabilities, which groups of draws store"
+def _integration_errors(options: CompareOptions, group: PredictionGroup, measured: Sequence[Measured]) -> Known:
+    """Those of all scores of one posterior."""
+    inside = PredictedSplit(group.splits(is_ood=False)[options.split])
+    own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
+    other_wanted = [_resolved(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
+    own = [one for one in measured if "ood" not in one.row]
+    found = split_errors(inside, own_wanted, own, options.settings) if own else {}
+    for name, header in group.splits(is_ood=True).items():
+        others = [one for one in measured if one.row.get("ood") == name]
+        found |= detection_errors(inside, PredictedSplit(header), other_wanted, others) if others else {}
+    return found
 
 
 def split_errors(
@@ -221,6 +177,19 @@ def detection_errors(
     return _errors([inside, outside], measure, measured)
 
 
+def _no_array(name: str) -> None:
+    """Groups of draws keep class probabilities alone."""
+
+
+Measure = Callable[[list[ExampleStatistics], list[np.ndarray]], list[Measured]]
+_NO_DRAWS = IntegrationError(0.0, 1.0)
+_NO_GROUPS = (
+    "the predictions store no groups of draws: they have one draw, are an ensemble's, or are from an earlier version"
+)
+_OTHER_DRAWS = "the two splits were predicted with different seeds or numbers of draws"
+_NOT_OF_PROBABILITIES = "this score does not depend only on the class probabilities, which groups of draws store"
+
+
 def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequence[Measured]) -> Known:
     """The errors of what a measure finds in the predictions of halves of the draws."""
     keys = [one.key for one in measured]
@@ -248,15 +217,50 @@ def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequen
     return {key: errors[key] if _is_told(errors.get(key)) else _NOT_OF_PROBABILITIES for key in keys}
 
 
-def _no_array(name: str) -> None:
-    """Groups of draws keep class probabilities alone."""
+def _draws_of(header: Header) -> tuple[object, object]:
+    """What draws a prediction is made of: the seed, and their number."""
+    params = header.provenance["params"]
+    return params.get("seed"), params.get("samples")
 
 
 def _is_told(error: IntegrationError | None) -> bool:
     return error is not None and bool(np.isfinite(error.variance))
 
 
-def _draws_of(header: Header) -> tuple[object, object]:
-    """What draws a prediction is made of: the seed, and their number."""
-    params = header.provenance["params"]
-    return params.get("seed"), params.get("samples")
+def _resolved(wanted: Quantity) -> Quantity:
+    """Detection by the largest probability where no score is named: the default one is the same for all posteriors."""
+    if wanted.metric not in OF_TWO_SPLITS or not {*prediction_detectors()}.isdisjoint(wanted.choices):
+        return wanted
+    return wanted._replace(choices=(*wanted.choices, "max_prob"))
+
+
+def _forms(rows: Sequence[dict[str, Any]], wanted: Quantity) -> list[str]:
+    """How each column that one score asks for is written: as it was asked for, and what tells the columns apart."""
+    names = []
+    for row, form in zip(rows, forms(rows), strict=True):
+        parts = [wanted.metric, *wanted.choices]
+        telling = [*form.split(":")[1:], *([row["ood"]] if "ood" in row else [])]
+        names.append(":".join([*parts, *dict.fromkeys(choice for choice in telling if choice not in parts)]))
+    return names
+
+
+def _entry(found: Sequence[Measured | None], known: IntegrationError | str, *, seed: int) -> Entry:
+    """What the checkpoints together say of a score.
+
+    Args:
+        known: its integration error, or why there is none.
+        seed: of the noise that stands for it among the replicates.
+    """
+    values = []
+    for one in found:
+        if one is None:
+            return Entry(None, "these predictions have no such score")
+        if one.value is None:
+            return Entry(None, one.undefined)
+        values.append(one.value)
+    replicates = found[0].replicates if len(found) == 1 and found[0] is not None else None
+    if isinstance(known, str) or replicates is None:
+        unknown = known if isinstance(known, str) else "there are no bootstrap replicates to add it to"
+        return Entry(Sample(np.array(values), replicates), integration_unknown=unknown)
+    noise = integration(known.standard_error, known.degrees_of_freedom, size=len(replicates), seed=seed)
+    return Entry(Sample(np.array(values), replicates, noise))

@@ -15,6 +15,9 @@ from bnncli.commands.compare.measure import Column
 from bnncli.errors import WriteError
 from bnncli.evaluation.comparison import Difference, Sample, Standing, correlation
 from bnncli.evaluation.scores import all_scores
+from bnncli.figures import render
+from bnncli.figures import scores as figure
+from bnncli.figures.scores import Line, ScorePanel
 from bnncli.names import percent, posterior_title
 from bnncli.session.posteriors import HEAD, NETWORK, TotalCost
 from bnncli.session.run import Result, Run, Table
@@ -26,11 +29,10 @@ if TYPE_CHECKING:
     from bnncli.figures.scores import Line, ScorePanel
 
 
-_DIGITS = 4
+MARKED = "marked:"  # in a note, in place of the mark
 _FEW_EXAMPLES = 3000  # with which the level of the confidence set may be off
 _NAMES = ("posterior", "integrator", "draws")
 _COST = "gradient passes"
-MARKED = "marked:"  # in a note, in place of the mark
 UNKNOWN = TotalCost(None, None, None)
 
 
@@ -208,6 +210,58 @@ def as_latex(comparison: Comparison) -> list[str]:
     return [*lines, r"\bottomrule", r"\end{tabular}"]
 
 
+def _cells(comparison: Comparison, mark: Callable[[str, bool], str], *, sign: str) -> list[list[str]]:
+    """The numbers of each row, marked."""
+    rows = []
+    for place in range(len(comparison.names)):
+        row = []
+        for number, column in enumerate(comparison.columns):
+            text = _text(column.entries[place].samples, comparison.standings[number][place], comparison.baseline, sign)
+            row.append(mark(text, comparison.is_marked(number, place) and comparison.tells_apart(number)))
+        rows.append(row)
+    return rows
+
+
+def _text(sample: Sample | None, standing: Standing, baseline: int | None, sign: str) -> str:
+    if sample is None:
+        return "-"
+    if baseline is None or standing.against is None:
+        return _number(sample.mean) + _error(sample.standard_error, sign)
+    against = standing.against
+    text = _number(against.value, is_signed=True)
+    if against.low is None or against.high is None or against.p_value is None:
+        return text
+    ends = f"[{_number(against.low, is_signed=True)}, {_number(against.high, is_signed=True)}]"
+    return f"{text} {ends} p={against.p_value:.2g}" if sign != r"\pm" else rf"{text}\;{ends}"
+
+
+_DIGITS = 4
+
+
+def _number(value: float, *, is_signed: bool = False) -> str:
+    rounded = round(value, _DIGITS) + 0.0  # + 0.0: no minus before a zero
+    return f"{rounded:+.{_DIGITS}f}" if is_signed else f"{rounded:.{_DIGITS}f}"
+
+
+def _error(value: float | None, sign: str) -> str:
+    return "" if value is None else f" {sign} {value:.{_DIGITS}f}"
+
+
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
+    c: f"\\{c}" for c in "&%$#_{}"
+}
+
+
+def _escaped(text: str) -> str:
+    """Text as LaTeX prints it."""
+    return "".join(_LATEX.get(char, char) for char in text)
+
+
+_FIELDS = (
+    "value", "standard_error", "integration_error", "is_best", "is_close", "difference", "difference_standard_error", "low", "high", "p_value", "p_adjusted",
+)  # fmt: skip
+
+
 def as_csv(comparison: Comparison) -> list[str]:
     """A line for each posterior and score, with every digit; empty where undefined."""
     stream = io.StringIO()
@@ -250,11 +304,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-_FIELDS = (
-    "value", "standard_error", "integration_error", "is_best", "is_close", "difference", "difference_standard_error", "low", "high", "p_value", "p_adjusted",
-)  # fmt: skip
-
-
 def _documents(comparison: Comparison) -> list[list[dict[str, Any]]]:
     """For each row the scores: what defines each, its value, how it stands. Differences are own minus the other."""
     found = []
@@ -291,59 +340,6 @@ def _correlations(comparison: Comparison, column: Column, known: Sample) -> dict
     return {name: one for name, one in found.items() if one is not None} or None
 
 
-def score_titles(comparison: Comparison) -> list[str]:
-    """The title of each column: its score's, and the choices that tell it from others."""
-    return [" ".join([score_title(column.row), *column.form.split(":")[1:]]) for column in comparison.columns]
-
-
-def _cells(comparison: Comparison, mark: Callable[[str, bool], str], *, sign: str) -> list[list[str]]:
-    """The numbers of each row, marked."""
-    rows = []
-    for place in range(len(comparison.names)):
-        row = []
-        for number, column in enumerate(comparison.columns):
-            text = _text(column.entries[place].samples, comparison.standings[number][place], comparison.baseline, sign)
-            row.append(mark(text, comparison.is_marked(number, place) and comparison.tells_apart(number)))
-        rows.append(row)
-    return rows
-
-
-def _text(sample: Sample | None, standing: Standing, baseline: int | None, sign: str) -> str:
-    if sample is None:
-        return "-"
-    if baseline is None or standing.against is None:
-        return _number(sample.mean) + _error(sample.standard_error, sign)
-    against = standing.against
-    text = _number(against.value, is_signed=True)
-    if against.low is None or against.high is None or against.p_value is None:
-        return text
-    ends = f"[{_number(against.low, is_signed=True)}, {_number(against.high, is_signed=True)}]"
-    return f"{text} {ends} p={against.p_value:.2g}" if sign != r"\pm" else rf"{text}\;{ends}"
-
-
-def _number(value: float, *, is_signed: bool = False) -> str:
-    rounded = round(value, _DIGITS) + 0.0  # + 0.0: no minus before a zero
-    return f"{rounded:+.{_DIGITS}f}" if is_signed else f"{rounded:.{_DIGITS}f}"
-
-
-def _error(value: float | None, sign: str) -> str:
-    return "" if value is None else f" {sign} {value:.{_DIGITS}f}"
-
-
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
-    c: f"\\{c}" for c in "&%$#_{}"
-}
-
-
-def _escaped(text: str) -> str:
-    """Text as LaTeX prints it."""
-    return "".join(_LATEX.get(char, char) for char in text)
-
-
-_SIZE = 1 << 17  # of a figure, about
-_BETTER = {True: ", higher is better", False: ", lower is better", None: ""}
-
-
 def planned_plot(run: Run, folder: str, split: str) -> Path:
     """The file that --plot will make, once it is known to be free.
 
@@ -353,6 +349,9 @@ def planned_plot(run: Run, folder: str, split: str) -> Path:
     path = Path(folder) / f"compare-{split}.png"
     check_figure_path(path, "--plot", force=run.write.force, others=[])
     return path
+
+
+_SIZE = 1 << 17  # of a figure, about
 
 
 def planned_result(path: Path) -> Result:
@@ -367,7 +366,6 @@ def draw_plot(run: Run, path: Path, comparison: Comparison) -> Result:
     Raises:
         WriteError: it could not be written.
     """
-    from bnncli.figures import render
 
     run.console.poll(f"plot {path.name}")
     try:
@@ -378,13 +376,7 @@ def draw_plot(run: Run, path: Path, comparison: Comparison) -> Result:
     return Result("computed", [output], summary=[f"figure: {path}"])
 
 
-def _output(path: Path) -> dict[str, Any]:
-    return {"role": f"plot.{path.stem}", "path": str(path)}
-
-
 def _draw(comparison: Comparison) -> Figure:
-    from bnncli.figures import scores as figure
-
     many, level = comparison.num_checkpoints > 1, 100 * (1 - comparison.alpha)
     what = f"{comparison.num_checkpoints} checkpoints" if many else f"{comparison.num_examples} examples"
     baseline = comparison.baseline
@@ -405,9 +397,11 @@ def _draw(comparison: Comparison) -> Figure:
     )
 
 
+_BETTER = {True: ", higher is better", False: ", lower is better", None: ""}
+
+
 def score_panels(comparison: Comparison) -> list[ScorePanel]:
     """A panel for each score, a line for each posterior."""
-    from bnncli.figures.scores import ScorePanel
 
     return [
         ScorePanel(
@@ -418,17 +412,8 @@ def score_panels(comparison: Comparison) -> list[ScorePanel]:
     ]
 
 
-def labels(comparison: Comparison) -> list[str]:
-    """Posteriors by name, with the integrator where one has several."""
-    times = Counter(name.cells[0] for name in comparison.names)
-    return [
-        name.cells[0] if times[name.cells[0]] == 1 else f"{name.cells[0]} ({name.variant})" for name in comparison.names
-    ]
-
-
 def _line(comparison: Comparison, column: Column, place: int, row: int) -> Line:
     """One posterior of one panel: its score, or its difference from the baseline."""
-    from bnncli.figures.scores import Line
 
     sample, standing = column.entries[row].samples, comparison.standings[place][row]
     base = None if comparison.baseline is None else column.entries[comparison.baseline].samples
@@ -456,3 +441,20 @@ def _possible(interval: tuple[float, float] | None, value: float, column: Column
         return interval
     low, high = score.limits  # a form that is no usual one may pass them: never its own value
     return max(interval[0], min(low, value)), min(interval[1], max(high, value))
+
+
+def score_titles(comparison: Comparison) -> list[str]:
+    """The title of each column: its score's, and the choices that tell it from others."""
+    return [" ".join([score_title(column.row), *column.form.split(":")[1:]]) for column in comparison.columns]
+
+
+def labels(comparison: Comparison) -> list[str]:
+    """Posteriors by name, with the integrator where one has several."""
+    times = Counter(name.cells[0] for name in comparison.names)
+    return [
+        name.cells[0] if times[name.cells[0]] == 1 else f"{name.cells[0]} ({name.variant})" for name in comparison.names
+    ]
+
+
+def _output(path: Path) -> dict[str, Any]:
+    return {"role": f"plot.{path.stem}", "path": str(path)}

@@ -109,7 +109,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: DiagnoseOptions) -> Result:
-    """Judge and print; nothing is written."""
+    """Judge the posteriors and print the verdicts. Nothing is written."""
     from bnncli.commands.diagnose.diagnosis import diagnosis_tables
 
     found = judge(run, options)
@@ -133,36 +133,18 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
     )
 
 
-def _verdict_json(verdict: Verdict) -> dict[str, Any]:
-    target = verdict.target
-    return {
-        "sentence": verdict.sentence,
-        "use": verdict.use,
-        "prior_precision": None if target is None else target.weight_precision,
-        "bias_precision": None if target is None or target.is_isotropic else target.bias_precision,
-        "is_good": verdict.is_good,
-        "run": verdict.run,
-    }
-
-
-def _failure(verdict: Verdict) -> CheckFailed:
-    return CheckFailed(
-        "--strict: none of the judged posteriors matches its target closely", hint=verdict.run, code="no_good_posterior"
-    )
-
-
 @dataclass(frozen=True)
 class Judgement:
-    """What is known of the posteriors of a run.
+    """Everything that diagnose found about the posteriors of a run.
 
     Args:
-        diagnoses: of each, with its distance to good draws and its val NLL over the lowest.
+        diagnoses: diagnosis of each posterior, with its distance to good draws and its excess NLL on val.
         pairs: distances between posteriors over the same parameters.
-        recommended: what to predict with; None without a labelled val split, or where there is nothing to predict with.
-        gains: of posteriors over other layers over one of the last.
-        sources: what all was judged from.
-        headers: of the posteriors by name.
-        val: the split whose labels they are held against; None where there is none.
+        recommended: posterior and integrator to predict with; None without labelled val, or with nothing to predict with.
+        gains: gains of posteriors over other layers relative to one over the last.
+        sources: sources of all inputs.
+        headers: posterior name to its header.
+        val: labelled val split; None without one.
     """
 
     diagnoses: list[Diagnosis]
@@ -176,19 +158,48 @@ class Judgement:
 
     @property
     def entries(self) -> dict[str, dict[str, Any]]:
-        """What \0json\0 says of each posterior, by name."""
+        """Return the entries of \0json\0 by posterior name."""
         return {one.judged.name: one.entry for one in self.diagnoses}
 
 
+@dataclass
+class SeenSplits:
+    """The run's train and val as its posteriors see them: features, which are copied to a GPU once, or the network's inputs."""
+
+    run: Run
+    options: DiagnoseOptions
+    train: Split
+    val: Split | None
+    _known: dict[tuple[str | None, str], dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def _data(self) -> TrainData:
+        return TrainData(self.run, self.options.trust_code)
+
+    def by(self, header: Header) -> dict[str, Any]:
+        """`train` (a target), `val` (a split) and `network` as the posterior with this header sees them, read once; and `data`.
+
+        Raises:
+            Untrusted, MissingInput, DataError: its network or its inputs cannot be opened.
+        """
+        layers, wanted = header.meta.get("layers"), fit_on(header)
+        if (layers, wanted) not in self._known:
+            network = None if layers is None else self._data.reader.network_of(str(layers))
+            val = None if self.val is None else self._data.seen_by(header, self.val)
+            target = self._data.target(header, Prior(1.0))
+            self._known[layers, wanted] = {"train": target, "val": val, "network": network, "data": self._data}
+        return self._known[layers, wanted]
+
+
 def judge(run: Run, options: DiagnoseOptions, *, leave_out: Collection[Path] = ()) -> Judgement:
-    """The judgement of the posteriors that are named, or of all.
+    """Judge the named posteriors, or all.
 
     Args:
-        leave_out: files that are not looked at where none is named.
+        leave_out: files to skip where none is named.
 
     Raises:
-        MissingInput: there are no features, or no posteriors.
-        DataError: none can be judged; one that was named is stale or damaged.
+        MissingInput: the run has no features or no posteriors.
+        DataError: no posterior can be judged, or a named one is stale or damaged.
         DeviceError: there is no room.
     """
     train = load_split(run, "train").check_labeled()
@@ -221,64 +232,12 @@ def judge(run: Run, options: DiagnoseOptions, *, leave_out: Collection[Path] = (
     return Judgement(diagnoses, pairs, verdict, chosen, gains_of_layers(diagnoses), sources, headers, val)
 
 
-def _recommended(run: Run) -> Recommended | None:
-    """What auto recommends; None without a recommendation that can be used."""
-    try:
-        return recommended(run)
-    except DataError as error:
-        run.console.warn(f"{error.message}{error.advice}")
-        return None
-
-
-def _to_predict(run: Run, chosen: Recommended, headers: dict[str, Header]) -> str:
-    """The command that predicts with what is recommended, or first fits the temperature; that after it where it has been predicted."""
-    following = after_predictions(run, f"{chosen.posterior}.{chosen.integrator}")
-    if following is not None:
-        return following
-    if chosen.by == "auto":
-        return run.suggest("predict")
-    if chosen.posterior not in {path.stem for path in run.folder.posteriors()}:
-        return run.suggest("fit-temperature")
-    header = headers.get(chosen.posterior)
-    is_of_layers = header is not None and header.meta.get("layers") is not None
-    return run.suggest("predict", posterior=chosen.posterior, integrator=chosen.integrator, trust_code=is_of_layers)
-
-
-_SIMPLEST_FIRST = (*POINTS, "stack", "gaussian", "flow", LINEAR_DRAWS, "samples")
-
-
-def _recommend(
-    run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: ScoredPredictive | None, key: str
-) -> Recommended | None:
-    """The recommendation among the posteriors that were judged, by the rule of auto; None without scores on val."""
-
-    def simplicity(one: Diagnosis) -> tuple[bool, int]:
-        kind = one.judged.type
-        return one.judged.layers is not None, _SIMPLEST_FIRST.index(kind) if kind in _SIMPLEST_FIRST else 99
-
-    candidates = []
-    for one in sorted(diagnoses, key=simplicity):
-        meta = headers[one.judged.name].meta
-        is_network = one.judged.type == "point" and meta.get("base") is None and baseline is not None
-        if one.scored is not None and one.predicted_by is not None and not is_network:
-            is_stack = one.judged.type == "stack"
-            candidates.append(Predictive(one.judged.name, one.predicted_by[0], one.scored, has_network=is_stack))
-    if baseline is None and not candidates:
-        return None
-    plain, words = "map" if key == "network" else key, PLAIN.get(key, "")
-    found = recommend(candidates, baseline, words=words)
-    text = recommendation_sentence(found, baseline, plain, words)
-    if found.chosen is not None:
-        return Recommended(found.chosen.posterior, found.chosen.integrator, text, by="diagnose")
-    return Recommended(plain, "plug-in", text, by="diagnose")
-
-
 def _open(
     run: Run, options: DiagnoseOptions, layout: ClassifierLayout, seen: SeenSplits, leave_out: Collection[Path]
 ) -> dict[str, tuple[Path, Header, Source]]:
-    """The posteriors to judge, by name, or by path when they lie elsewhere.
+    """Open the posteriors to judge, by name, or by path if they lie elsewhere.
 
-    Stale ones are skipped with a warning unless they were named, and so are those whose network or inputs cannot be opened.
+    Skips stale posteriors, and those whose network or inputs cannot be opened, with a warning unless they were named.
     """
     if options.posterior:
         named = dict.fromkeys(options.posterior)
@@ -318,7 +277,7 @@ def _open(
 
 
 def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> None:
-    """Raise DataError for a network of its own: with hidden layers, a single logit where the last layer has two, or a bias where that has none."""
+    """Raise DataError for a posterior over another network: with hidden layers, another number of logits, or an extra bias."""
     if header.meta.get("type") == "mixture":
         raise DataError(f"{path} covers the last layers of several networks, which have no common target")
     sizes = header.meta.get("sizes", ())
@@ -335,8 +294,69 @@ def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> N
         )
 
 
+_LIBRARIES = 135 * 2**20  # measured memory of arviz-stats, which fits Pareto k, with its imports
+
+
+def require_room(run: Run, options: DiagnoseOptions, headers: Sequence[Header], seen: SeenSplits) -> int | None:
+    """Return the memory that diagnose takes at its peak beside the inputs, in bytes; None without posteriors over a network.
+
+    The draws of every posterior stay in memory to be compared with all others.
+
+    Raises:
+        DeviceError: that is too much.
+    """
+    kept, peak, libraries, sizes = 0, 0, 0, []
+    for header in headers:
+        if header.meta.get("layers") is None:
+            continue  # a last layer's draws are small
+        known = seen.by(header)
+        memory = PosteriorMemory.of(header, known["train"].layout)
+        libraries = _LIBRARIES if _has_weights(memory, header) else libraries
+        peak = max(peak, kept + _work(run, options, header, memory, known))
+        sizes.append((_num_kept(memory), memory.layout.num_params))
+        kept += 4 * _num_kept(memory) * memory.layout.num_params
+    if not sizes:
+        return None
+    comparing = max(comparison_bytes(count, num_params) for count, num_params in sizes) if len(sizes) > 1 else 0
+    needed = libraries + first_use_bytes(run.device) + max(peak, kept + comparing)
+    hint = "name fewer posteriors with \0posterior\0" if len(sizes) > 1 else "use a posterior over fewer \0layers\0"
+    require(needed, run.device, what=f"diagnose of {len(sizes)} posteriors over a network", hint=hint)
+    return needed
+
+
+def _work(run: Run, options: DiagnoseOptions, header: Header, memory: PosteriorMemory, known: dict[str, Any]) -> int:
+    """Return the bytes of memory to judge one posterior."""
+    from bnncli.commands.diagnose.diagnosis import VAL_DRAWS
+
+    device, val = run.device, known["val"]
+    work = [memory.sampling_bytes(_num_kept(memory))]
+    if _has_weights(memory, header):
+        judging = weighted_draw_bytes(memory.layout.num_params, num_draws=options.draws or MOST_DRAWS)
+        work.append(judging + memory.pass_bytes(device, pairs_at_once(memory.layout, device)))
+    found = [memory.reading_bytes, memory.held_bytes + max(work)]
+    if isinstance(val, Split) and val.content.labels is not None:
+        name = "plug-in" if memory.kind in POINTS else sampling_integrator(header)
+        makes_draws = memory.kind not in (*POINTS, "samples", "linear-draws")
+        asked = PredictionSizes(
+            load_integrator(name).needs, len(val.content.features), VAL_DRAWS if makes_draws else None
+        )
+        found.append(memory.predicting_bytes(device, asked, has_scores=False))
+    return max(found)
+
+
+def _has_weights(memory: PosteriorMemory, header: Header) -> bool:
+    """True where a posterior has a density over all parameters, and therefore importance weights."""
+    return memory.kind in DENSITIES and "num_varying" not in header.meta
+
+
+def _num_kept(memory: PosteriorMemory) -> int:
+    """Return the number of draws to compare."""
+    count = num_draws_to_compare(memory.layout.num_params)
+    return min(count, memory.num_stored or count)
+
+
 def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
-    """MMD^2 between all pairs of posteriors over the same parameters, with one bandwidth for all of those, its standard error and p-value."""
+    """Return MMD^2, its standard error and p-value for all pairs of posteriors over the same parameters, with one bandwidth."""
     groups = {
         layers: [one for one in diagnoses if one.judged.layers == layers]
         for layers in {d.judged.layers: None for d in diagnoses}
@@ -381,7 +401,7 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
 
 
 def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None:
-    """The posterior whose draws set the kernel's bandwidth, chains before others, and that bandwidth."""
+    """Return the posterior whose draws set the kernel's bandwidth, preferably chains, and the bandwidth."""
     distributions = [
         one for one in diagnoses if one.judged.type not in POINTS and bool(torch.isfinite(one.draws.draws).all())
     ]
@@ -394,7 +414,7 @@ def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None
 
 
 def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, float]) -> dict[str, Any]:
-    """MMD^2 of two posteriors with its p-value, and what defines both."""
+    """Return MMD^2 of two posteriors with its p-value, and the choices that define both."""
     name, bandwidth = chosen
     x, y = (side.draws.to(run.device) for side in (one, other))
     distances = squared_distances(x.draws, y.draws)
@@ -420,7 +440,7 @@ def _with_comparisons(
     headers: dict[str, Header],
     baseline: ScoredPredictive | None,
 ) -> list[Diagnosis]:
-    """The diagnoses with their distance to good draws of the same target, and their val NLL over the lowest and the network's, paired."""
+    """Add to each diagnosis its distance to good draws of the same target, and its paired excess NLL on val over the best and the network."""
     scored = [one.losses for one in diagnoses if one.losses is not None]
     lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
     # Few or stuck draws cannot show a difference: that they show none says nothing.
@@ -456,18 +476,56 @@ def _with_comparisons(
 
 
 def _aim(header: Header) -> tuple[str | None, Prior | None, str]:
-    """What a posterior was fitted to, as Judged.aim has it."""
+    """Return what a posterior was fitted to, as in Judged.aim."""
     return header.meta.get("layers"), recorded_prior(header), fit_on(header)
 
 
 def _was_tuned_on_val(header: Header) -> bool:
-    """Whether something of a posterior other than its prior precision was chosen by the NLL of the val split."""
+    """True where the NLL on val chose something about a posterior other than its prior precision."""
     searched = header.meta.get("metrics", {}).get("slab_sd_search")
     return header.meta.get("method") == "temperature" or searched is not None
 
 
+def _recommended(run: Run) -> Recommended | None:
+    """Return auto's recommendation; None where there is none that can be used."""
+    try:
+        return recommended(run)
+    except DataError as error:
+        run.console.warn(f"{error.message}{error.advice}")
+        return None
+
+
+_SIMPLEST_FIRST = (*POINTS, "stack", "gaussian", "flow", LINEAR_DRAWS, "samples")
+
+
+def _recommend(
+    run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: ScoredPredictive | None, key: str
+) -> Recommended | None:
+    """Recommend one of the judged posteriors by auto's rule; None without scores on val."""
+
+    def simplicity(one: Diagnosis) -> tuple[bool, int]:
+        kind = one.judged.type
+        return one.judged.layers is not None, _SIMPLEST_FIRST.index(kind) if kind in _SIMPLEST_FIRST else 99
+
+    candidates = []
+    for one in sorted(diagnoses, key=simplicity):
+        meta = headers[one.judged.name].meta
+        is_network = one.judged.type == "point" and meta.get("base") is None and baseline is not None
+        if one.scored is not None and one.predicted_by is not None and not is_network:
+            is_stack = one.judged.type == "stack"
+            candidates.append(Predictive(one.judged.name, one.predicted_by[0], one.scored, has_network=is_stack))
+    if baseline is None and not candidates:
+        return None
+    plain, words = "map" if key == "network" else key, PLAIN.get(key, "")
+    found = recommend(candidates, baseline, words=words)
+    text = recommendation_sentence(found, baseline, plain, words)
+    if found.chosen is not None:
+        return Recommended(found.chosen.posterior, found.chosen.integrator, text, by="diagnose")
+    return Recommended(plain, "plug-in", text, by="diagnose")
+
+
 def commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
-    """The commands that a verdict may suggest, to be pasted."""
+    """Return the commands that a verdict may suggest."""
 
     def sample(judged: PosteriorFacts) -> str:
         same = [one.judged for one in diagnoses if one.judged.aim == judged.aim]
@@ -491,7 +549,7 @@ def commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], hea
 def _layers_sampling_command(
     run: Run, layers: str, same_target: list[PosteriorFacts], headers: dict[str, Header]
 ) -> str:
-    """The same of draws of other layers than the last: about the base that was judged, for longer than those that lie there."""
+    """Return the hmc command for other layers than the last: around the judged base, and longer than existing draws."""
     bases = [one for one in same_target if one.type != "samples" and one.num_varying is None]
     base = min(bases, key=_distance_of_base).name if bases else None
     fixing = next((one for one in same_target if one.num_varying is not None), None)  # no base for hmc
@@ -508,37 +566,15 @@ def _layers_sampling_command(
     return run.suggest("hmc", **given, **_longer(drawn.name, headers[drawn.name], usual=usual))
 
 
-def _exact_draws(same_target: list[PosteriorFacts]) -> PosteriorFacts | None:
-    """Draws of which more would be right: those of stochastic gradients are not, so that hmc goes beside them, not in their place."""
-    return next((judged for judged in same_target if judged.type == "samples" and judged.is_exact), None)
-
-
-def _prior_of_draws(same_target: list[PosteriorFacts]) -> dict[str, Any]:
-    """The option of hmc that says the prior of what is drawn; none where there are no draws, or it takes two precisions or a mean."""
-    drawn = next((judged for judged in same_target if judged.type == "samples"), None)
-    if drawn is None or drawn.target is None or not drawn.target.is_isotropic or drawn.target.mean is not None:
-        return {}
-    return {"prior_precision": drawn.target.weight_precision}
-
-
 def _distance_of_base(base: PosteriorFacts) -> tuple[bool, float]:
-    """What bases are ordered by: Gaussians before others, as they whiten, the nearest to the target first."""
+    """Return the sort key of bases: Gaussians first, because they whiten, then by distance to the target."""
     return base.type != "gaussian", math.inf if base.log_weight_sd is None else base.log_weight_sd
-
-
-def _longer(name: str, header: Header, *, usual: str = "hmc") -> dict[str, Any]:
-    """Options of hmc for draws like these, twice as many, in their place; beside them where they were joined of several runs."""
-    params = header.provenance.get("params", {})
-    if header.meta.get("method") == "merge":
-        return {"name": f"{name}-longer", "warmup": 2 * HmcOptions.warmup, "draws": 2 * header.meta["metrics"]["draws"]}
-    twice = {key: 2 * int(params[key]) for key in ("warmup", "draws") if params.get(key)}
-    return {**twice, "name": None if name == usual else name, "force": True}
 
 
 def _sampling_command(
     run: Run, options: DiagnoseOptions, same_target: list[PosteriorFacts], headers: dict[str, Header]
 ) -> str:
-    """The command that gives draws of a target: for longer than those judged; or to judge those that lie there."""
+    """Return the command that draws from a target, longer than the judged draws, or that judges existing draws."""
     bases = [judged.name for judged in same_target if judged.type != "samples"]
     given: dict[str, Any] = {"base": bases[0]} if bases and "laplace" not in bases else {}
     drawn = _exact_draws(same_target)
@@ -560,39 +596,46 @@ def _sampling_command(
     return run.suggest("hmc", **given, force=True)  # there, and skipped as stale
 
 
-@dataclass
-class SeenSplits:
-    """The run's train and val as its posteriors see them: features, which travel to a GPU once, or the network's inputs."""
+def _exact_draws(same_target: list[PosteriorFacts]) -> PosteriorFacts | None:
+    """Return draws of an exact sampler. Draws by stochastic gradients stay biased, so hmc is suggested beside them."""
+    return next((judged for judged in same_target if judged.type == "samples" and judged.is_exact), None)
 
-    run: Run
-    options: DiagnoseOptions
-    train: Split
-    val: Split | None
-    _known: dict[tuple[str | None, str], dict[str, Any]] = field(default_factory=dict)
 
-    @cached_property
-    def _data(self) -> TrainData:
-        return TrainData(self.run, self.options.trust_code)
+def _prior_of_draws(same_target: list[PosteriorFacts]) -> dict[str, Any]:
+    """Return hmc's option for the prior of existing draws; empty without draws, or for priors that no option states."""
+    drawn = next((judged for judged in same_target if judged.type == "samples"), None)
+    if drawn is None or drawn.target is None or not drawn.target.is_isotropic or drawn.target.mean is not None:
+        return {}
+    return {"prior_precision": drawn.target.weight_precision}
 
-    def by(self, header: Header) -> dict[str, Any]:
-        """`train` (a target), `val` (a split) and `network` as the posterior with this header sees them, read once; and `data`.
 
-        Raises:
-            Untrusted, MissingInput, DataError: its network or its inputs cannot be opened.
-        """
-        layers, wanted = header.meta.get("layers"), fit_on(header)
-        if (layers, wanted) not in self._known:
-            network = None if layers is None else self._data.reader.network_of(str(layers))
-            val = None if self.val is None else self._data.seen_by(header, self.val)
-            target = self._data.target(header, Prior(1.0))
-            self._known[layers, wanted] = {"train": target, "val": val, "network": network, "data": self._data}
-        return self._known[layers, wanted]
+def _longer(name: str, header: Header, *, usual: str = "hmc") -> dict[str, Any]:
+    """Return hmc's options for twice as many draws, in place of these, or beside them where several runs were merged."""
+    params = header.provenance.get("params", {})
+    if header.meta.get("method") == "merge":
+        return {"name": f"{name}-longer", "warmup": 2 * HmcOptions.warmup, "draws": 2 * header.meta["metrics"]["draws"]}
+    twice = {key: 2 * int(params[key]) for key in ("warmup", "draws") if params.get(key)}
+    return {**twice, "name": None if name == usual else name, "force": True}
+
+
+def _to_predict(run: Run, chosen: Recommended, headers: dict[str, Header]) -> str:
+    """Return the command that predicts with the recommendation, that fits its temperature first, or the next step if predictions exist."""
+    following = after_predictions(run, f"{chosen.posterior}.{chosen.integrator}")
+    if following is not None:
+        return following
+    if chosen.by == "auto":
+        return run.suggest("predict")
+    if chosen.posterior not in {path.stem for path in run.folder.posteriors()}:
+        return run.suggest("fit-temperature")
+    header = headers.get(chosen.posterior)
+    is_of_layers = header is not None and header.meta.get("layers") is not None
+    return run.suggest("predict", posterior=chosen.posterior, integrator=chosen.integrator, trust_code=is_of_layers)
 
 
 def gains_of_layers(diagnoses: list[Diagnosis]) -> list[LayerGain]:
-    """Each posterior over other layers against the last layer's of its own method, else the first that is a distribution.
+    """Compare each posterior over other layers with the last layer's by the same method, else with the first that is not a point.
 
-    Which one is chosen does not depend on how well it predicts.
+    The choice does not depend on how well it predicts.
     """
     scored = [one for one in diagnoses if one.losses is not None and one.judged.type not in POINTS]
     last = [one for one in scored if one.judged.layers is None]
@@ -609,62 +652,19 @@ def gains_of_layers(diagnoses: list[Diagnosis]) -> list[LayerGain]:
     return layer_gains(losses, counterparts)
 
 
-_LIBRARIES = 135 * 2**20  # what arviz-stats, which fits Pareto k, and all that it imports take, as measured
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    target = verdict.target
+    return {
+        "sentence": verdict.sentence,
+        "use": verdict.use,
+        "prior_precision": None if target is None else target.weight_precision,
+        "bias_precision": None if target is None or target.is_isotropic else target.bias_precision,
+        "is_good": verdict.is_good,
+        "run": verdict.run,
+    }
 
 
-def require_room(run: Run, options: DiagnoseOptions, headers: Sequence[Header], seen: SeenSplits) -> int | None:
-    """Bytes that diagnose takes at its peak beside the inputs, which are read; None without posteriors over a network.
-
-    Draws of each posterior are kept to be compared with those of all others.
-
-    Raises:
-        DeviceError: that is too much.
-    """
-    kept, peak, libraries, sizes = 0, 0, 0, []
-    for header in headers:
-        if header.meta.get("layers") is None:
-            continue  # a last layer's draws are small
-        known = seen.by(header)
-        memory = PosteriorMemory.of(header, known["train"].layout)
-        libraries = _LIBRARIES if _has_weights(memory, header) else libraries
-        peak = max(peak, kept + _work(run, options, header, memory, known))
-        sizes.append((_num_kept(memory), memory.layout.num_params))
-        kept += 4 * _num_kept(memory) * memory.layout.num_params
-    if not sizes:
-        return None
-    comparing = max(comparison_bytes(count, num_params) for count, num_params in sizes) if len(sizes) > 1 else 0
-    needed = libraries + first_use_bytes(run.device) + max(peak, kept + comparing)
-    hint = "name fewer posteriors with \0posterior\0" if len(sizes) > 1 else "use a posterior over fewer \0layers\0"
-    require(needed, run.device, what=f"diagnose of {len(sizes)} posteriors over a network", hint=hint)
-    return needed
-
-
-def _work(run: Run, options: DiagnoseOptions, header: Header, memory: PosteriorMemory, known: dict[str, Any]) -> int:
-    """While one posterior is judged."""
-    from bnncli.commands.diagnose.diagnosis import VAL_DRAWS
-
-    device, val = run.device, known["val"]
-    work = [memory.sampling_bytes(_num_kept(memory))]
-    if _has_weights(memory, header):
-        judging = weighted_draw_bytes(memory.layout.num_params, num_draws=options.draws or MOST_DRAWS)
-        work.append(judging + memory.pass_bytes(device, pairs_at_once(memory.layout, device)))
-    found = [memory.reading_bytes, memory.held_bytes + max(work)]
-    if isinstance(val, Split) and val.content.labels is not None:
-        name = "plug-in" if memory.kind in POINTS else sampling_integrator(header)
-        makes_draws = memory.kind not in (*POINTS, "samples", "linear-draws")
-        asked = PredictionSizes(
-            load_integrator(name).needs, len(val.content.features), VAL_DRAWS if makes_draws else None
-        )
-        found.append(memory.predicting_bytes(device, asked, has_scores=False))
-    return max(found)
-
-
-def _has_weights(memory: PosteriorMemory, header: Header) -> bool:
-    """Whether a posterior has a density over all parameters, and so importance weights."""
-    return memory.kind in DENSITIES and "num_varying" not in header.meta
-
-
-def _num_kept(memory: PosteriorMemory) -> int:
-    """Draws that are compared."""
-    count = num_draws_to_compare(memory.layout.num_params)
-    return min(count, memory.num_stored or count)
+def _failure(verdict: Verdict) -> CheckFailed:
+    return CheckFailed(
+        "--strict: none of the judged posteriors matches its target closely", hint=verdict.run, code="no_good_posterior"
+    )

@@ -1,4 +1,4 @@
-"""The diagnosis of one posterior: its draws, its losses on val, and the tables that diagnose prints."""
+"""Diagnose one posterior: its draws, its losses on val, and the tables that diagnose prints."""
 
 from __future__ import annotations
 
@@ -35,18 +35,15 @@ if TYPE_CHECKING:
     from bnncli.commands.diagnose import DiagnoseOptions
 
 
-VAL_DRAWS = 200
-
-
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found about one posterior.
+    """Findings about one posterior.
 
     Args:
-        judged: the numbers that the verdict goes by.
-        entry: the numbers of --json, null with a reason where undefined.
+        judged: numbers behind the verdict.
+        entry: numbers of --json, null with a reason where undefined.
         draws: on the CPU, as many as num_compared says, with what is independent among them.
-        scored: on val; None without a labelled val split.
+        scored: scores on val; None without labelled val.
         predicted_by: the integrator that gave them, and of how many draws; None where it makes none.
     """
 
@@ -58,7 +55,7 @@ class Diagnosis:
 
     @property
     def losses(self) -> NDArray[np.float64] | None:
-        """(N,) negative log probability of each val label, nats; None without a labelled val split."""
+        """Return the negative log probability of each val label, (N,), in nats; None without labelled val."""
         return None if self.scored is None else self.scored.losses
 
 
@@ -73,16 +70,16 @@ def diagnose(
     data: TrainData,
     network: ModuleNetwork | None = None,
 ) -> Diagnosis:
-    """The diagnosis of the posterior in a file, called `name` in all that is said of it.
+    """Diagnose the posterior in a file, reported as `name`.
 
     Args:
-        train: the log posterior of the rows that the posterior was fitted to; its own prior is ignored.
+        train: log posterior of the rows that the posterior was fitted to; its own prior is ignored.
         val: as the posterior sees it, like train.
-        data: what gives the folds of a posterior that was fitted to val.
-        network: of a posterior over other layers than the last.
+        data: provides the folds of a posterior that was fitted to val.
+        network: network of a posterior over other layers than the last.
 
     Raises:
-        DataError: it is damaged, or is for another head than the features'.
+        DataError: the file is damaged, or the posterior is over another head.
     """
     content: SampleFile | None = None
     if path.suffix == ".nc":
@@ -122,13 +119,8 @@ def diagnose(
     return Diagnosis(judged, entry, draws, scored, by)
 
 
-def undefined(reason: str) -> dict[str, Any]:
-    """A number that cannot be given, and why."""
-    return {"value": None, "reason": reason}
-
-
 def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
-    """Every key that a posterior may have; undefined with the reason that holds for its type."""
+    """Return an entry with every key, undefined for the reason that holds for the posterior's type."""
     no_density = "draws have no density" if kind in ("samples", LINEAR_DRAWS) else f"a {kind} has no density"
     no_chains = f"a {kind} posterior has no chains"
     prior = recorded_prior(header)
@@ -149,10 +141,34 @@ def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
     return entry
 
 
+def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
+    """Return convergence as hmc recorded it, or computed, with energies, divergences and acceptance."""
+    assert content.header is not None
+    metrics = content.header.meta.get("metrics", {})
+    if all(name in metrics for name in ("max_rhat", "min_ess_bulk", "min_ess_tail")):
+        worst = deciding_numbers(metrics)
+    else:
+        worst = convergence(draws.numpy(), device=run.device, progress=run.console)
+    values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
+    found: dict[str, Any] = {key: _value(value, worst.undefined) for key, value in values.items()}
+    stats = content.stats
+    not_told = undefined("the sampler does not record it")
+    energy, diverging, acceptance = (stats.get(name) for name in ("energy", "diverging", "acceptance_rate"))
+    if energy is None or energy.shape[1] < 2:
+        found["bfmi"] = not_told if energy is None else undefined("needs at least two draws per chain")
+    else:
+        found["bfmi"] = {"value": lowest_bfmi(energy)}
+    found["divergences"] = not_told if diverging is None else {"value": int(diverging.astype(bool).sum())}
+    found["lowest_chain_acceptance"] = (
+        not_told if acceptance is None else {"value": float(acceptance.astype(np.float64).mean(axis=1).min())}
+    )
+    return {"draws": draws.shape[0] * draws.shape[1], **found}
+
+
 def _importance(
     run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: CurvedTarget
 ) -> dict[str, Any]:
-    """ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
+    """Return ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
     prior = recorded_prior(header)
     if prior is None:
         no_target = undefined("its artifact has no prior precision, so it has no target")
@@ -181,44 +197,25 @@ def _importance(
 
 
 def _first_draws(header: Header, num_examples: int, widest: int) -> dict[str, int]:
-    """How many are looked at, and how many are enough, where none were asked for."""
+    """Return the first number of draws and the largest, where --draws is not given."""
     if header.meta.get("layers") is None:
         return {"first_draws": FIRST_DRAWS, "enough_draws": FIRST_DRAWS}
     enough = network_draws(num_examples, widest)
     return {"first_draws": FIRST_NETWORK_DRAWS, "enough_draws": enough}
 
 
-def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
-    """Convergence as hmc has recorded it, else computed; energies, divergences and acceptance from the statistics."""
-    assert content.header is not None
-    metrics = content.header.meta.get("metrics", {})
-    if all(name in metrics for name in ("max_rhat", "min_ess_bulk", "min_ess_tail")):
-        worst = deciding_numbers(metrics)
-    else:
-        worst = convergence(draws.numpy(), device=run.device, progress=run.console)
-    values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
-    found: dict[str, Any] = {key: _value(value, worst.undefined) for key, value in values.items()}
-    stats = content.stats
-    not_told = undefined("the sampler does not record it")
-    energy, diverging, acceptance = (stats.get(name) for name in ("energy", "diverging", "acceptance_rate"))
-    if energy is None or energy.shape[1] < 2:
-        found["bfmi"] = not_told if energy is None else undefined("needs at least two draws per chain")
-    else:
-        found["bfmi"] = {"value": lowest_bfmi(energy)}
-    found["divergences"] = not_told if diverging is None else {"value": int(diverging.astype(bool).sum())}
-    found["lowest_chain_acceptance"] = (
-        not_told if acceptance is None else {"value": float(acceptance.astype(np.float64).mean(axis=1).min())}
-    )
-    return {"draws": draws.shape[0] * draws.shape[1], **found}
+def _value(value: float | None, reason: str | None, **others: float | None) -> dict[str, Any]:
+    """Return a value with its details, or null with the reason."""
+    return undefined(reason or "undefined") if value is None else {"value": value, **others}
 
 
 def _scored(
     run: Run, key: str, posterior: Any, header: Header, val: Split | None, data: TrainData
 ) -> ScoredPredictive | None:
-    """Scores on val: 200 draws, but all of samples, and plug-in for a point.
+    """Score on val, with 200 draws, or all draws of samples, or plug-in for a point.
 
-    A posterior over other layers predicts by its default: a Gaussian is that of the linearised network. One that was fitted to val
-    predicts it by its folds, or has no scores.
+    A posterior over other layers predicts by its default integrator, a Gaussian with the linearised network. One that was fitted to val
+    predicts val by its folds, or has no scores.
     """
     if val is None or val.content.labels is None:
         return None
@@ -244,21 +241,21 @@ def _scored(
     return score_predictive(key, probs, val.content.labels)
 
 
-def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
-    """By which integrator val is predicted, and of how many draws; None where there are none to make."""
-    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else sampling_integrator(header)
-    return name, None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS
+def _mean(losses: NDArray[np.float64] | None) -> dict[str, Any]:
+    """Return the mean of losses (N,) and its standard error."""
+    if losses is None:
+        return undefined("no labelled val split")
+    error = float(losses.std(ddof=1) / len(losses) ** 0.5) if len(losses) > 1 else None
+    return {"value": float(losses.mean()), "standard_error": error}
 
 
-def _independent(header: Header) -> dict[str, Any]:
-    """Effective numbers of draws of the parameters, which distances between them go by, where they are recorded."""
-    names = {"ess_bulk": "min_ess_bulk", "ess_tail": "min_ess_tail"}
-    metrics = header.meta.get("metrics", {})
-    return {key: {"value": metrics[name]} for key, name in names.items() if name in metrics}
+def undefined(reason: str) -> dict[str, Any]:
+    """Return an undefined value with its reason."""
+    return {"value": None, "reason": reason}
 
 
 def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> ThinnedDraws:
-    """Draws for MMD^2, 600 or fewer where they are long, of a stream of their own, or spread over the chains."""
+    """Return draws for MMD^2, at most 600 and fewer if long, from their own random stream, or thinned from chains."""
     count = num_draws_to_compare(posterior.layout.num_params)
     if posterior.type != "samples":
         # The test takes both sides for independent: posteriors must not share their noise.
@@ -269,8 +266,15 @@ def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> Thinne
     return thin_draws(posterior.draws, independent, count=count)
 
 
+def _independent(header: Header) -> dict[str, Any]:
+    """Return the recorded effective sample size of the parameters, which distances use."""
+    names = {"ess_bulk": "min_ess_bulk", "ess_tail": "min_ess_tail"}
+    metrics = header.meta.get("metrics", {})
+    return {key: {"value": metrics[name]} for key, name in names.items() if name in metrics}
+
+
 def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> PosteriorFacts:
-    """The numbers of an entry that the verdict goes by."""
+    """Return the numbers of an entry that decide the verdict."""
     value = {key: part["value"] for key, part in entry.items() if isinstance(part, dict)}
     return PosteriorFacts(
         name=name,
@@ -290,21 +294,15 @@ def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Posterior
     )
 
 
-def _mean(losses: NDArray[np.float64] | None) -> dict[str, Any]:
-    """The mean of losses (N,) and its standard error."""
-    if losses is None:
-        return undefined("no labelled val split")
-    error = float(losses.std(ddof=1) / len(losses) ** 0.5) if len(losses) > 1 else None
-    return {"value": float(losses.mean()), "standard_error": error}
+VAL_DRAWS = 200
 
 
-def _value(value: float | None, reason: str | None, **others: float | None) -> dict[str, Any]:
-    """A number with what belongs to it, or null with the reason."""
-    return undefined(reason or "undefined") if value is None else {"value": value, **others}
+def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
+    """Return the integrator that predicts val and its draws; None where it makes no draws."""
+    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else sampling_integrator(header)
+    return name, None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS
 
 
-MAX_PAIRS = 15
-_DENSITY_NOTE = "+- standard error; sd log w, k: spread and Pareto k of the log weights"
 _TUNED = "; * tuned on val"
 _DENSITY_COLUMNS = ["posterior", "prior", "ELBO", "sd log w", "k", "log evidence", "val NLL", "good"]
 _CHAIN_COLUMNS = [
@@ -322,7 +320,7 @@ _CHAIN_COLUMNS = [
 
 
 def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str, Any]]) -> list[Table]:
-    """Tables of at most about 100 columns; an undefined number is a dash, +- is one standard error."""
+    """Return tables of at most about 100 columns. A dash is an undefined number, +- one standard error."""
     densities = {name: entry for name, entry in entries.items() if entry["type"] != "samples"}
     chains = {name: entry for name, entry in entries.items() if entry["type"] == "samples"}
     tables = []
@@ -357,6 +355,24 @@ def _density_row(name: str, entry: dict[str, Any]) -> list[str]:
     ]
 
 
+_DENSITY_NOTE = "+- standard error; sd log w, k: spread and Pareto k of the log weights"
+
+
+def _density_note(densities: Mapping[str, dict[str, Any]]) -> str:
+    latent = [name for name, entry in densities.items() if entry["type"] == LATENT_BINARY]
+    note = _DENSITY_NOTE
+    if not any(entry["draws"] for entry in densities.values()):
+        note = "+- standard error; none has a density, so only their predictions can be compared"
+    other = f"; {', '.join(latent)}: has a spike-and-slab prior, and so another target" if latent else ""
+    return note + _TUNED * _any_tuned(densities) + other
+
+
+def _turned(columns: list[str], rows: list[list[str]]) -> Table:
+    """Transpose a table for a narrow terminal: one row per number, one column per posterior."""
+    turned = [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i > 0]
+    return Table([columns[0], *(row[0] for row in rows)], turned)
+
+
 def _chain_row(name: str, entry: dict[str, Any]) -> list[str]:
     keys = (
         ("r_hat", 3),
@@ -375,8 +391,32 @@ def _chain_row(name: str, entry: dict[str, Any]) -> list[str]:
     ]
 
 
+def _prior(entry: dict[str, Any]) -> str:
+    """Describe a prior: precision of weights, of biases if different, and the scale of the checkpoint in its mean."""
+    value, bias, scale = (entry[name] for name in ("prior_precision", "bias_precision", "prior_mean_scale"))
+    if value is None:
+        return "-"
+    shown = f"{value:.4g}" if bias is None else f"{value:.4g} / {bias:.4g}"
+    return shown if scale is None else f"{shown} (mean {scale:.3g})"
+
+
+def _val_nll(entry: dict[str, Any]) -> str:
+    return _number(entry["val_nll"], 4) + "*" * bool(entry["val_nll"].get("tuned_on_val"))
+
+
+def _good(entry: dict[str, Any]) -> str:
+    return "-" if entry["is_good"] is None else "yes" if entry["is_good"] else "no"
+
+
+def _any_tuned(entries: Mapping[str, dict[str, Any]]) -> bool:
+    return any(entry["val_nll"].get("tuned_on_val") for entry in entries.values())
+
+
+MAX_PAIRS = 15
+
+
 def _pair_table(pairs: list[dict[str, Any]]) -> Table:
-    """The distances; only those to the first sample posterior where all pairs would be too many to read."""
+    """Return the table of distances; only those to the first sample posterior where all pairs are too many to read."""
     rows = []
     reference = next((pair["bandwidth_of"] for pair in pairs if pair.get("bandwidth_of")), None)
     few = [pair for pair in pairs if reference in pair["posteriors"]]
@@ -398,44 +438,8 @@ def _pair_table(pairs: list[dict[str, Any]]) -> Table:
     return Table(["pair", "MMD^2", "biased", "p", "same target"], rows, notes=["; ".join(notes)] if notes else [])
 
 
-def _turned(columns: list[str], rows: list[list[str]]) -> Table:
-    """The same numbers for a narrow terminal: a row for each number, a column for each posterior."""
-    turned = [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i > 0]
-    return Table([columns[0], *(row[0] for row in rows)], turned)
-
-
-def _density_note(densities: Mapping[str, dict[str, Any]]) -> str:
-    latent = [name for name, entry in densities.items() if entry["type"] == LATENT_BINARY]
-    note = _DENSITY_NOTE
-    if not any(entry["draws"] for entry in densities.values()):
-        note = "+- standard error; none has a density, so only their predictions can be compared"
-    other = f"; {', '.join(latent)}: has a spike-and-slab prior, and so another target" if latent else ""
-    return note + _TUNED * _any_tuned(densities) + other
-
-
-def _any_tuned(entries: Mapping[str, dict[str, Any]]) -> bool:
-    return any(entry["val_nll"].get("tuned_on_val") for entry in entries.values())
-
-
-def _prior(entry: dict[str, Any]) -> str:
-    """The precision of the weights, that of the biases where it is another, and how much of the checkpoint the mean is."""
-    value, bias, scale = (entry[name] for name in ("prior_precision", "bias_precision", "prior_mean_scale"))
-    if value is None:
-        return "-"
-    shown = f"{value:.4g}" if bias is None else f"{value:.4g} / {bias:.4g}"
-    return shown if scale is None else f"{shown} (mean {scale:.3g})"
-
-
-def _val_nll(entry: dict[str, Any]) -> str:
-    return _number(entry["val_nll"], 4) + "*" * bool(entry["val_nll"].get("tuned_on_val"))
-
-
-def _good(entry: dict[str, Any]) -> str:
-    return "-" if entry["is_good"] is None else "yes" if entry["is_good"] else "no"
-
-
 def _number(part: dict[str, Any], digits: int) -> str:
-    """A number with its standard error, or a dash."""
+    """Format a number with its standard error, or a dash."""
     if part["value"] is None:
         return "-"
     error = part.get("standard_error")

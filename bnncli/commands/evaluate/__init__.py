@@ -30,6 +30,7 @@ from bnncli.evaluation.detectors import (
     feature_detectors,
 )
 from bnncli.evaluation.distances import WeightDraws, num_distance_draws, reference_rows, undefined_rows
+from bnncli.evaluation.fidelity import undefined_fidelity
 from bnncli.evaluation.scores import detection_forms, distances, fidelities, unplaced_scores
 from bnncli.evaluation.statistics import Row
 from bnncli.lazy import torch
@@ -94,6 +95,9 @@ COMMAND = Command(
 )
 
 
+USUAL = "hmc"  # the reference of distances by default
+
+
 def run(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
     from bnncli.commands.evaluate.curves import check_true_inputs, draw_plots, planned_plots
@@ -101,7 +105,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     skipped: list[Skipped] = []
     named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
     groups = open_groups(run, **named, layers=options.layers, skipped=skipped)
-    is_usual = not options.score
+    has_default_score = not options.score
     options = _with_default_score(run, options, groups)
     absent = [Absent(*one) for one in skipped]
     check_true_inputs(groups, options.settings["true_inputs"])
@@ -117,7 +121,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     rows: list[dict[str, Any]] = []
     for group in groups:
         reference = references.for_posterior(group.posterior_path)
-        result = _evaluate(run, options, group, reference, fidelity, is_usual=is_usual)
+        result = _evaluate(run, options, group, reference, fidelity, has_default_score=has_default_score)
         total.add(result)
         own = result.metrics["rows"] if result.metrics else []
         rows += _with_curves(run, options, group, own) if options.curves or plots else own
@@ -133,7 +137,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
         rows = with_classes(rows, groups) if options.per_class else [without_classes(row) for row in rows]
-        rows = _shown(run, options, rows)
+        rows = _select_rows(run, options, rows)
         notes = [
             *legend(rows, options, options.shown_scores, options.bootstrap),
             *(text for one in used.values() for text in one.doubts()),
@@ -158,8 +162,73 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     return total
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The draws that distances are measured to, opened when first needed.
+
+    Args:
+        name: name of the posterior.
+        path: its file; None where the run has none.
+        measured: posterior file to its distances, which all its integrators share.
+    """
+
+    name: str
+    path: Path | None
+    measured: dict[Path, list[Row]] = field(default_factory=dict)
+
+    @cached_property
+    def header(self) -> Header:
+        assert self.path is not None
+        return read_header(self.path)
+
+    @cached_property
+    def draws(self) -> WeightDraws:
+        """Return all draws and their effective number."""
+        assert self.path is not None
+        posterior, header = open_posterior(self.path)
+        return WeightDraws(posterior.draws, num_independent=effective_size(header))
+
+    def doubts(self) -> list[str]:
+        """Return a warning where the reference has not converged."""
+        if self.path is None:
+            return []
+        metrics = self.header.meta.get("metrics", {})
+        r_hat, lowest = deciding_numbers(metrics).r_hat, metrics.get("lowest_chain_acceptance")
+        if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
+            return []
+        shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
+        return [f"{self.name} has not converged (R-hat {shown}): do not trust its row or distances to it"]
+
+
+@dataclass(frozen=True)
+class References:
+    """The requested reference and, where that is the usual one, the run's references over other layers.
+
+    Args:
+        asked: the requested reference.
+        by_layers: value of --layers to its reference, such as hmc-all.
+    """
+
+    asked: Reference
+    by_layers: dict[str, Reference]
+
+    @classmethod
+    def of(cls, run: Run, name: str, posteriors: Sequence[Path | None]) -> References:
+        """Open the references for these posterior files. Raises what `open_reference` raises."""
+        found = {}
+        for layers in {layers_of(path) for path in posteriors} - {LAST, STATE} if name == USUAL else ():
+            path = run.folder.posterior(f"{USUAL}{LayersOptions(layers).layers_suffix}", suffix=".nc")
+            if path.is_file() and layers_of(path) == layers:
+                found[layers] = open_reference(run, path.stem)
+        return cls(open_reference(run, name), found)
+
+    def for_posterior(self, path: Path | None) -> Reference:
+        """Return the reference for a posterior file."""
+        return self.by_layers.get(layers_of(path), self.asked)
+
+
 def _with_default_score(run: Run, options: EvaluateOptions, groups: list[PredictionGroup]) -> EvaluateOptions:
-    """The options with a score to detect by, which all predictions have, where none was named."""
+    """Return the options with a detection score that all predictions have, where none was named."""
     if options.score:
         return options
     headers = [header for group in groups for header in group.headers]
@@ -172,7 +241,7 @@ def _with_default_score(run: Run, options: EvaluateOptions, groups: list[Predict
 
 
 def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
-    """The assertions, those without a posterior about the one that auto recommends, where none were selected."""
+    """Return the assertions. Those without a posterior are about auto's recommendation, unless posteriors were selected."""
     every = [one for one in options.assertions if is_of_every(one)]
     if not every or options.posterior or options.integrator or options.layers is not None:
         return [*options.assertions]
@@ -186,37 +255,153 @@ def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
     return about(options.assertions, found.posterior, found.integrator)
 
 
-def _with_curves(
-    run: Run, options: EvaluateOptions, group: PredictionGroup, rows: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The rows of a group with their curves; those of splits that were not asked for as they are."""
-    from bnncli.commands.evaluate.curves import curves_of
-
-    found = curves_of(run, group, options.split, score=options.curve_score, num_bins=options.settings["bins"])
-    return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
-
-
 def _row_names(options: EvaluateOptions, group: PredictionGroup) -> list[dict[str, Any]]:
-    """What the rows of a group, and those of its features, are called, before their scores are known."""
+    """Return the names of a group's rows, and of the rows of its features, before they are scored."""
     names = {"name": group.name, "posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
     splits = list(group.splits(is_ood=False))
     own = [{**names, "split": split} for split in splits]
     return own + [row_name(split) for split in splits if options.needs_features]
 
 
-def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the splits asked for; the files always have all of them. Raises MissingInput for one without rows."""
-    there = list(dict.fromkeys(row["split"] for row in rows))
-    for name in options.split:
-        if name not in there:
-            raise MissingInput(
-                f"--split: no predictions for an in-distribution split {name!r} (have: {', '.join(there) or 'none'})",
-                hint=run.suggest("predict", split=name),
-            )
-    chosen = [row for row in rows if not options.split or row["split"] in options.split]
-    if not options.metric:
-        return chosen
-    return with_metrics(chosen, options.metric, options.shown_scores)
+@dataclass(frozen=True)
+class FidelityReference:
+    """Predictions to compare with, by split.
+
+    Args:
+        name: name in rows: that of the predictions, such as hmc.mc, or of the file.
+        group: group of the reference's own predictions; "" for a file.
+        places: split to its predictions, as `open_given` takes them.
+        why_not: why other splits have none.
+        sources: split to its source.
+        opened: split to the predictions read, which all posteriors share.
+    """
+
+    name: str
+    group: str
+    places: Mapping[str, str]
+    why_not: str
+    sources: Mapping[str, Source]
+    opened: dict[str, GivenPredictions] = field(default_factory=dict)
+
+    def to_params(self) -> dict[str, Any]:
+        """Return what a metrics file records of the reference."""
+        return {"fidelity": {"reference": self.name, "splits": sorted(self.places)}}
+
+    def rows(self, run: Run, options: EvaluateOptions, group: PredictionGroup, split: PredictedSplit) -> list[Row]:
+        """Compare the predictions of a split with the reference's. Undefined rows give the reason."""
+        if group.name == self.group or split.name not in self.places:
+            reason = "this is the reference itself" if group.name == self.group else self.why_not
+            return undefined_fidelity(fidelities(), reference=self.name, reason=reason)
+        return rows_against(
+            self._ours(split),
+            self._opened(split.name),
+            name=self.name,
+            bootstrap=bootstrap_of(run, options),
+            tell=run.console.info,
+        )
+
+    def check(self, group: PredictionGroup) -> None:
+        """Check that `rows` can compare these predictions, and raise what it raises."""
+        for split in map(PredictedSplit, group.splits(is_ood=False).values()):
+            if group.name != self.group and split.name in self.places:
+                check_against(self._ours(split), self._opened(split.name))
+
+    def _opened(self, name: str) -> GivenPredictions:
+        if name not in self.opened:
+            self.opened[name] = open_given(self.places[name], Said())
+        return self.opened[name]
+
+    def _ours(self, split: PredictedSplit) -> MatchedForecasts:
+        file = split.file
+        labels = None if file.labels is None else np.asarray(file.labels)
+        return MatchedForecasts(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
+
+
+def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference | None:
+    """Find the predictions that \0reference\0 names; None where it is not given.
+
+    Raises:
+        MissingInput: it names neither a posterior of the run nor a file.
+        UsageError: it names predictions by several integrators.
+    """
+    place = options.reference
+    if place is None:
+        return None
+    known = {path.stem for path in run.folder.posteriors()} | {
+        path.parent.name for path in run.folder.prediction_files()
+    }
+    if place in known:
+        return _of_posterior(run, place)
+    path, _ = split_prediction_place(place)
+    if not path.exists():
+        raise MissingInput(
+            f"--reference: {place!r} is neither a posterior of the run (have: {', '.join(sorted(known))}) nor a file",
+            hint=run.suggest("hmc") if place == "hmc" else run.suggest("status"),
+        )
+    return _of_file(place, path, options, groups)
+
+
+def _of_posterior(run: Run, name: str) -> FidelityReference:
+    try:
+        found = open_groups(run, posteriors=[name])
+    except MissingInput as error:
+        run.console.warn(f"{name} has no predictions, so nothing is compared with it{error.advice}")
+        return FidelityReference(name, name, {}, f"no predictions of {name}{error.advice}", {})
+    named = [group for group in found if group.name == name or f"{group.posterior}.{group.variant}" == name]
+    chosen = named or [group for group in found if group.variant == "mc"] or found
+    if len(chosen) > 1:
+        choices = ", ".join(group.name for group in chosen)
+        raise UsageError(f"--reference: {name} is ambiguous; name one of {choices}")
+    group = chosen[0]
+    headers = group.splits(is_ood=False)
+    sources = {split: Source(f"reference.{split}", one.path, one.content_digest) for split, one in headers.items()}
+    hint = run.suggest("predict", posterior=group.posterior, integrator=group.integrator)
+    places = {split: str(one.path) for split, one in headers.items()}
+    return FidelityReference(group.name, group.name, places, f"{group.name} has no predictions; run: {hint}", sources)
+
+
+def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference:
+    """Use a file of predictions as the reference for the requested splits, or for test."""
+    with open_regular(path) as stream:
+        digest = f"sha256:{file_sha256(stream)}"
+    known = list(dict.fromkeys(name for group in groups for name in group.splits(is_ood=False)))
+    splits = options.split or (["test"] if "test" in known else known[:1])
+    column = split_prediction_place(place)[1].get("")
+    name = path.name + ("" if column is None else f".{column}")
+    source = Source("reference", path, digest, is_artifact=False)
+    why = f"{name} is used as the reference for split {', '.join(splits)} (add \0split\0)"
+    return FidelityReference(name, "", dict.fromkeys(splits, place), why, dict.fromkeys(splits, source))
+
+
+def draws_name(run: Run, options: EvaluateOptions, usual: str) -> str:
+    """The posterior whose draws distances are measured to: the reference where it has draws, else the usual one."""
+    for name in (options.reference or usual, (options.reference or usual).partition(".")[0]):
+        if run.folder.posterior(name, suffix=".nc").is_file():
+            return name
+    return usual
+
+
+def open_reference(run: Run, name: str) -> Reference:
+    """Open the reference. Without hmc draws in the run, return one without a file, so that rows give the reason.
+
+    Raises:
+        MissingInput: a reference other than hmc was named and does not exist.
+    """
+    path = run.folder.posterior(name, suffix=".nc")
+    if path.is_file():
+        header = read_header(path)
+        try:
+            run.use(header)
+            require_draws(run, header, num_used=0)
+        except (DataError, DeviceError) as error:
+            if error.code not in ("stale_input", "out_of_memory"):  # damaged: what else was made of it is no truer
+                raise
+            run.console.warn(f"skipping MMD^2: {error.message}{error.advice}")
+            return Reference(name, None)
+        return Reference(name, path)
+    if name != USUAL:
+        raise MissingInput(f"--reference: no draws {path}", hint=run.suggest("hmc", name=name), path=path)
+    return Reference(name, None)
 
 
 def _evaluate(
@@ -226,7 +411,7 @@ def _evaluate(
     reference: Reference,
     fidelity: FidelityReference | None,
     *,
-    is_usual: bool,
+    has_default_score: bool,
 ) -> Result:
     from bnncli.commands.evaluate.curves import has_density, is_latent
 
@@ -255,11 +440,10 @@ def _evaluate(
     checkpoint = group.headers[0].provenance.get("checkpoint")
     request = Request(
         target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, lambda: 1 << 18,
-        why_anew=partial(_why_anew if is_usual else why_anew, params),
+        why_anew=partial(_why_anew if has_default_score else why_anew, params),
     )  # fmt: skip
 
     def compute() -> Computed:
-
         distance = distance_rows(run, reference, posterior)
         rows = [
             {**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group, beside))
@@ -286,12 +470,12 @@ def _evaluate(
         return produce(run, request, compute, when_fresh=_when_fresh)
     except OutputExists:
         if fidelity is not None:
-            fidelity.check(group)  # what is wrong with what was given is told before what is there
+            fidelity.check(group)  # a bad --reference is reported before the existing file
         raise
 
 
 def _why_anew(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
-    """The same where no score was named: scores made by another default are made again."""
+    """Return why scores are computed again, as `why_anew`, also where the default detection score changed."""
     usual = {DEFAULT_SCORE, *FALLBACK_SCORES}
     is_other = asked["score"] != recorded.get("score") and usual >= {*(recorded.get("score") or [])}
     if is_other and all(asked.get(name) == recorded.get(name) for name in {*asked, *recorded} - {"score"}):
@@ -299,8 +483,82 @@ def _why_anew(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
     return why_anew(asked, recorded)
 
 
+def why_anew(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | None:
+    """Return why scores are computed again without --force: only the reference changed. None for any other change."""
+    names = {name for name in {*asked, *recorded} if asked.get(name) != recorded.get(name)}
+    if "fidelity" not in names or not names <= {"fidelity", "reference"}:
+        return None
+    then, now = (params.get("fidelity") or {} for params in (recorded, asked))
+    with_splits = then.get("reference") == now.get("reference")
+    before, after = (_describe(one, with_splits=with_splits) for one in (then, now))
+    return f"created {before}, now {after}"
+
+
+def _describe(recorded: Mapping[str, Any], *, with_splits: bool) -> str:
+    """Describe a recorded reference in terms of the option."""
+    if not recorded:
+        return "without \0reference\0"
+    splits = f" for {', '.join(recorded['splits']) or 'no split'}" if with_splits else ""
+    return f"with \0reference\0 {recorded['reference']}{splits}"
+
+
+def distance_rows(run: Run, reference: Reference, posterior: Path | None) -> list[Row]:
+    """Return the distances of one posterior to the reference. Undefined rows give the reason."""
+    if reference.path is None or posterior is None:
+        return reference_rows(
+            None, None, distances(), reference=reference.name, generator=run.stream("evaluate/permutation")
+        )
+    if posterior not in reference.measured:
+        reference.measured[posterior] = _measure(run, reference, posterior)
+    return reference.measured[posterior]
+
+
+def _measure(run: Run, reference: Reference, posterior: Path) -> list[Row]:
+    """Measure all distances of one posterior to the reference."""
+    own, header = open_posterior(posterior)
+    if header.meta.get("layers") != reference.header.meta.get("layers"):
+        why = f"the draws of {reference.name} are over other layers"
+        return undefined_rows(distances(), reference=reference.name, reason=why)
+    theirs, ours = recorded_prior(reference.header), recorded_prior(header)
+    if ours is not None and theirs is not None and not ours.is_close(theirs):
+        run.console.warn(
+            f"{posterior.stem} has prior precision {ours}, but {reference.name} has {theirs}: MMD^2 and other "
+            "distances compare different targets"
+        )
+    return reference_rows(
+        _draws(run, own, header),
+        reference.draws,
+        distances(),
+        reference=reference.name,
+        generator=run.stream("evaluate/permutation"),
+        device=run.device,
+    )
+
+
+def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
+    """Return all draws of chains, or seeded draws of another posterior, with the exact mean where that is its centre.
+
+    A latent binary network has no exact mean: its centre is the median probability model.
+    """
+    if header.kind == "samples":
+        return WeightDraws(posterior.draws, num_independent=effective_size(header))
+    wanted = num_distance_draws(posterior.layout.num_params)
+    count = min(wanted, getattr(posterior, "num_stored", wanted))
+    mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
+    with torch.no_grad():
+        draws: Tensor = posterior.to(run.device).sample(count, run.stream("evaluate/mmd")).cpu()
+    return WeightDraws(draws, mean=mean)
+
+
+def effective_size(header: Header) -> int:
+    """Return the smallest effective sample size over the parameters that hmc records; 0 where it is unknown."""
+    metrics = header.meta.get("metrics", {})
+    sizes = [metrics.get(name) for name in ("min_ess_bulk", "min_ess_tail")]
+    return min((int(size) for size in sizes if size is not None), default=0)
+
+
 def _scored_file(group: PredictionGroup, header: Header, path: str) -> dict[str, Any]:
-    """What a metrics file says of predictions that it scores."""
+    """Return what a metrics file records of the predictions it scores."""
     return {
         "path": path,
         "content_digest": header.content_digest,
@@ -312,20 +570,25 @@ def _scored_file(group: PredictionGroup, header: Header, path: str) -> dict[str,
     }
 
 
-def _when_fresh(header: Header) -> Computed:
-    return Computed(lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []})
+def _with_curves(
+    run: Run, options: EvaluateOptions, group: PredictionGroup, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Add curves to the rows of the requested splits."""
+    from bnncli.commands.evaluate.curves import curves_of
+
+    found = curves_of(run, group, options.split, score=options.curve_score, num_bins=options.settings["bins"])
+    return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
 
 
 _INTEGRATOR = "none"
-_GROUP = f"{FEATURES_NAME}.{_INTEGRATOR}"  # what its metrics file is called
-Scores = dict[str, NDArray | str]
+_GROUP = f"{FEATURES_NAME}.{_INTEGRATOR}"  # name of the metrics file
 
 
 def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> Result:
-    """Detection by every feature score between the splits that the groups have predictions of.
+    """Score detection by every feature score, between the splits that have predictions.
 
     Raises:
-        MissingInput: the features of the training split, or of one of those, are not there.
+        MissingInput: the features of one of these splits, or of train, do not exist.
     """
     inside, outside = (
         list(dict.fromkeys(name for group in groups for name in group.splits(is_ood=is_ood)))
@@ -366,30 +629,13 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Predi
     return produce(run, request, compute, when_fresh=_when_fresh)
 
 
-def row_name(split: str) -> dict[str, Any]:
-    """What the row of a split is called."""
-    own = {"name": _GROUP, "posterior": FEATURES_NAME, "integrator": _INTEGRATOR, "variant": _INTEGRATOR}
-    return {**own, "split": split}
-
-
-def _row(
-    run: Run, options: EvaluateOptions, scores: dict[str, Scores], name: str, outside: Sequence[str]
-) -> dict[str, Any]:
-    """The row of one in-distribution split: detection of every other split by every score."""
-    metrics = []
-    for other in outside:
-        bootstrap = bootstrap_of(run, options)
-        metrics += detection_rows(
-            scores[name], scores[other], detection_forms(), split=name, ood=other, bootstrap=bootstrap
-        )
-        run.console.poll()
-    return {**row_name(name), "settings": {}, "samples": None, "metrics": metrics}
+Scores = dict[str, NDArray | str]
 
 
 def _scores(
     run: Run, options: EvaluateOptions, train: Split, splits: dict[str, Split]
 ) -> tuple[dict[str, Scores], dict[str, Mapping[str, int]]]:
-    """Every score of the examples of each split, (N,), or the reason why there is none; and what defines each score."""
+    """Return the scores (N,) of each split's examples, or the reason there are none, and the choices that define each score."""
     labels = train.content.labels
     several = (
         {"no_classes": "multilabel examples have no single class"} if labels is not None and labels.ndim == 2 else {}
@@ -420,7 +666,7 @@ def _scores(
 
 
 def _fit(detector: Detector, train: TrainingFeatures) -> FittedDetector | str:
-    """The detector, or the reason why there is none."""
+    """Fit a detector, or return why it cannot be fitted."""
     assert detector.of_features is not None
     try:
         return detector.of_features(train)
@@ -428,292 +674,38 @@ def _fit(detector: Detector, train: TrainingFeatures) -> FittedDetector | str:
         return error.message
 
 
-_USUAL_INTEGRATOR = "mc"
-
-
-@dataclass(frozen=True)
-class FidelityReference:
-    """The predictions of the reference, by split.
-
-    Args:
-        name: in rows: of the predictions, as hmc.mc, or of the file.
-        group: of the reference's own predictions; "" for a file.
-        places: where those of each split are, as `open_given` takes them.
-        why_not: the reason for other splits.
-        sources: of each split.
-        opened: what was read, by split; all posteriors share it.
-    """
-
-    name: str
-    group: str
-    places: Mapping[str, str]
-    why_not: str
-    sources: Mapping[str, Source]
-    opened: dict[str, GivenPredictions] = field(default_factory=dict)
-
-    def to_params(self) -> dict[str, Any]:
-        """What a metrics file records of it."""
-        return {"fidelity": {"reference": self.name, "splits": sorted(self.places)}}
-
-    def rows(self, run: Run, options: EvaluateOptions, group: PredictionGroup, split: PredictedSplit) -> list[Row]:
-        """How near the predictions of a split come to the reference's; undefined rows say why."""
-        from bnncli.evaluation.fidelity import undefined_fidelity
-
-        if group.name == self.group or split.name not in self.places:
-            reason = "this is the reference itself" if group.name == self.group else self.why_not
-            return undefined_fidelity(fidelities(), reference=self.name, reason=reason)
-        return rows_against(
-            self._ours(split),
-            self._opened(split.name),
-            name=self.name,
-            bootstrap=bootstrap_of(run, options),
-            tell=run.console.info,
+def _row(
+    run: Run, options: EvaluateOptions, scores: dict[str, Scores], name: str, outside: Sequence[str]
+) -> dict[str, Any]:
+    """Return the row of one in-distribution split: detection of each out-of-distribution split by each score."""
+    metrics = []
+    for other in outside:
+        bootstrap = bootstrap_of(run, options)
+        metrics += detection_rows(
+            scores[name], scores[other], detection_forms(), split=name, ood=other, bootstrap=bootstrap
         )
-
-    def check(self, group: PredictionGroup) -> None:
-        """Pass where the reference can be held against these predictions. Raises as `rows` does, without its work."""
-        for split in map(PredictedSplit, group.splits(is_ood=False).values()):
-            if group.name != self.group and split.name in self.places:
-                check_against(self._ours(split), self._opened(split.name))
-
-    def _opened(self, name: str) -> GivenPredictions:
-        if name not in self.opened:
-            self.opened[name] = open_given(self.places[name], Said())
-        return self.opened[name]
-
-    def _ours(self, split: PredictedSplit) -> MatchedForecasts:
-        file = split.file
-        labels = None if file.labels is None else np.asarray(file.labels)
-        return MatchedForecasts(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
+        run.console.poll()
+    return {**row_name(name), "settings": {}, "samples": None, "metrics": metrics}
 
 
-def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference | None:
-    """What \0reference\0 names; None where it is not given.
-
-    Raises:
-        MissingInput: neither a posterior of the run nor a file. UsageError: predictions by several integrators.
-    """
-    place = options.reference
-    if place is None:
-        return None
-    there = {path.stem for path in run.folder.posteriors()} | {
-        path.parent.name for path in run.folder.prediction_files()
-    }
-    if place in there:
-        return _of_posterior(run, place)
-    path, _ = split_prediction_place(place)
-    if not path.exists():
-        raise MissingInput(
-            f"--reference: {place!r} is neither a posterior of the run (have: {', '.join(sorted(there))}) nor a file",
-            hint=run.suggest("hmc") if place == "hmc" else run.suggest("status"),
-        )
-    return _of_file(place, path, options, groups)
+def row_name(split: str) -> dict[str, Any]:
+    """Return the names of a split's row."""
+    own = {"name": _GROUP, "posterior": FEATURES_NAME, "integrator": _INTEGRATOR, "variant": _INTEGRATOR}
+    return {**own, "split": split}
 
 
-def why_anew(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | None:
-    """Why scores that were made with these parameters are made anew: they differ in the reference alone; None where they do not."""
-    names = {name for name in {*asked, *recorded} if asked.get(name) != recorded.get(name)}
-    if "fidelity" not in names or not names <= {"fidelity", "reference"}:
-        return None
-    then, now = (params.get("fidelity") or {} for params in (recorded, asked))
-    with_splits = then.get("reference") == now.get("reference")
-    said = [_said(one, with_splits=with_splits) for one in (then, now)]
-    return f"created {said[0]}, now {said[1]}"
+def _when_fresh(header: Header) -> Computed:
+    return Computed(lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []})
 
 
-def _said(recorded: Mapping[str, Any], *, with_splits: bool) -> str:
-    """A reference as a metrics file records it, in the words of the option."""
-    if not recorded:
-        return "without \0reference\0"
-    splits = f" for {', '.join(recorded['splits']) or 'no split'}" if with_splits else ""
-    return f"with \0reference\0 {recorded['reference']}{splits}"
-
-
-def draws_name(run: Run, options: EvaluateOptions, usual: str) -> str:
-    """The posterior whose draws distances are measured to: the reference where it has draws, else the usual one."""
-    for name in (options.reference or usual, (options.reference or usual).partition(".")[0]):
-        if run.folder.posterior(name, suffix=".nc").is_file():
-            return name
-    return usual
-
-
-def _of_posterior(run: Run, name: str) -> FidelityReference:
-    try:
-        found = open_groups(run, posteriors=[name])
-    except MissingInput as error:
-        run.console.warn(f"{name} has no predictions, so nothing is compared with it{error.advice}")
-        return FidelityReference(name, name, {}, f"no predictions of {name}{error.advice}", {})
-    named = [group for group in found if group.name == name or f"{group.posterior}.{group.variant}" == name]
-    chosen = named or [group for group in found if group.variant == _USUAL_INTEGRATOR] or found
-    if len(chosen) > 1:
-        choices = ", ".join(group.name for group in chosen)
-        raise UsageError(f"--reference: {name} is ambiguous; name one of {choices}")
-    group = chosen[0]
-    headers = group.splits(is_ood=False)
-    sources = {split: Source(f"reference.{split}", one.path, one.content_digest) for split, one in headers.items()}
-    hint = run.suggest("predict", posterior=group.posterior, integrator=group.integrator)
-    places = {split: str(one.path) for split, one in headers.items()}
-    return FidelityReference(group.name, group.name, places, f"{group.name} has no predictions; run: {hint}", sources)
-
-
-def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference:
-    """A file is of one split: of those that were asked for, or test."""
-    with open_regular(path) as stream:
-        digest = f"sha256:{file_sha256(stream)}"
-    there = list(dict.fromkeys(name for group in groups for name in group.splits(is_ood=False)))
-    splits = options.split or (["test"] if "test" in there else there[:1])
-    column = split_prediction_place(place)[1].get("")
-    name = path.name + ("" if column is None else f".{column}")
-    source = Source("reference", path, digest, is_artifact=False)
-    why = f"{name} is used as the reference for split {', '.join(splits)} (add \0split\0)"
-    return FidelityReference(name, "", dict.fromkeys(splits, place), why, dict.fromkeys(splits, source))
-
-
-USUAL = "hmc"
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The draws that distances are measured to, opened when first needed.
-
-    Args:
-        name: of the posterior.
-        path: None where the run has none.
-        measured: rows by the posterior's file; all integrators of one posterior share them.
-    """
-
-    name: str
-    path: Path | None
-    measured: dict[Path, list[Row]] = field(default_factory=dict)
-
-    @cached_property
-    def header(self) -> Header:
-        """Of the file; there must be one."""
-        assert self.path is not None
-        return read_header(self.path)
-
-    @cached_property
-    def draws(self) -> WeightDraws:
-        """Every draw, and about how many of them are independent."""
-        from bnncli.evaluation.distances import WeightDraws
-
-        assert self.path is not None
-        posterior, header = open_posterior(self.path)
-        return WeightDraws(posterior.draws, num_independent=effective_size(header))
-
-    def doubts(self) -> list[str]:
-        """What the reference's own diagnostics say against it."""
-        if self.path is None:
-            return []
-        metrics = self.header.meta.get("metrics", {})
-        r_hat, lowest = deciding_numbers(metrics).r_hat, metrics.get("lowest_chain_acceptance")
-        if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
-            return []
-        shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
-        return [f"{self.name} has not converged (R-hat {shown}): do not trust its row or distances to it"]
-
-
-def open_reference(run: Run, name: str) -> Reference:
-    """The reference of the run; one without a file (and a reason in the rows) when the run has no hmc draws.
-
-    Raises:
-        MissingInput: another one was named, and is not there.
-    """
-    path = run.folder.posterior(name, suffix=".nc")
-    if path.is_file():
-        header = read_header(path)
-        try:
-            run.use(header)
-            require_draws(run, header, num_used=0)
-        except (DataError, DeviceError) as error:
-            if error.code not in ("stale_input", "out_of_memory"):  # damaged: what else was made of it is no truer
-                raise
-            run.console.warn(f"skipping MMD^2: {error.message}{error.advice}")
-            return Reference(name, None)
-        return Reference(name, path)
-    if name != USUAL:
-        raise MissingInput(f"--reference: no draws {path}", hint=run.suggest("hmc", name=name), path=path)
-    return Reference(name, None)
-
-
-@dataclass(frozen=True)
-class References:
-    """The reference that was asked for, and in the place of the usual one, for other layers, draws over the same layers.
-
-    Args:
-        asked: by its name.
-        by_layers: hmc-all for all layers, and so on, where the run has them.
-    """
-
-    asked: Reference
-    by_layers: dict[str, Reference]
-
-    @classmethod
-    def of(cls, run: Run, name: str, posteriors: Sequence[Path | None]) -> References:
-        """Those of posteriors by their files. Raises as `open_reference` does."""
-        found = {}
-        for layers in {layers_of(path) for path in posteriors} - {LAST, STATE} if name == USUAL else ():
-            path = run.folder.posterior(f"{USUAL}{LayersOptions(layers).layers_suffix}", suffix=".nc")
-            if path.is_file() and layers_of(path) == layers:
-                found[layers] = open_reference(run, path.stem)
-        return cls(open_reference(run, name), found)
-
-    def for_posterior(self, path: Path | None) -> Reference:
-        """That of a posterior by its file."""
-        return self.by_layers.get(layers_of(path), self.asked)
-
-
-def effective_size(header: Header) -> int:
-    """The smallest effective number of draws over all parameters, as hmc has recorded it; 0 where it is unknown."""
-    metrics = header.meta.get("metrics", {})
-    sizes = [metrics.get(name) for name in ("min_ess_bulk", "min_ess_tail")]
-    return min((int(size) for size in sizes if size is not None), default=0)
-
-
-def distance_rows(run: Run, reference: Reference, posterior: Path | None) -> list[Row]:
-    """The rows of one posterior, from its file; undefined rows say why."""
-    if reference.path is None or posterior is None:
-        return reference_rows(
-            None, None, distances(), reference=reference.name, generator=run.stream("evaluate/permutation")
-        )
-    if posterior not in reference.measured:
-        reference.measured[posterior] = _measure(run, reference, posterior)
-    return reference.measured[posterior]
-
-
-def _measure(run: Run, reference: Reference, posterior: Path) -> list[Row]:
-    """The rows of one posterior, all of them at once."""
-    own, header = open_posterior(posterior)
-    if header.meta.get("layers") != reference.header.meta.get("layers"):
-        why = f"the draws of {reference.name} are over other layers"
-        return undefined_rows(distances(), reference=reference.name, reason=why)
-    theirs, ours = recorded_prior(reference.header), recorded_prior(header)
-    if ours is not None and theirs is not None and not ours.is_close(theirs):
-        run.console.warn(
-            f"{posterior.stem} has prior precision {ours}, but {reference.name} has {theirs}: MMD^2 and other "
-            "distances compare different targets"
-        )
-    draws = _draws(run, own, header)
-    return reference_rows(
-        draws,
-        reference.draws,
-        distances(),
-        reference=reference.name,
-        generator=run.stream("evaluate/permutation"),
-        device=run.device,
-    )
-
-
-def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
-    """All draws of chains; seeded ones of a density or a point, whose mean is exact where its centre is that.
-
-    The centre of a latent binary network is its median probability model, and its mean that of one repeat.
-    """
-    if header.kind == "samples":
-        return WeightDraws(posterior.draws, num_independent=effective_size(header))
-    wanted = num_distance_draws(posterior.layout.num_params)
-    count = min(wanted, getattr(posterior, "num_stored", wanted))
-    mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
-    with torch.no_grad():
-        draws: Tensor = posterior.to(run.device).sample(count, run.stream("evaluate/mmd")).cpu()
-    return WeightDraws(draws, mean=mean)
+def _select_rows(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the requested splits with the requested scores. Raises MissingInput for a split without rows."""
+    known = list(dict.fromkeys(row["split"] for row in rows))
+    for name in options.split:
+        if name not in known:
+            raise MissingInput(
+                f"--split: no predictions for an in-distribution split {name!r} (have: {', '.join(known) or 'none'})",
+                hint=run.suggest("predict", split=name),
+            )
+    chosen = [row for row in rows if not options.split or row["split"] in options.split]
+    return with_metrics(chosen, options.metric, options.shown_scores) if options.metric else chosen

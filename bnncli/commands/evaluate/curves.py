@@ -1,4 +1,4 @@
-"""The curves of evaluate, and what it says of latent binary networks."""
+"""Compute and plot evaluate's curves, and score the density and input selection of latent binary networks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import UsageError, WriteError
 from bnncli.evaluation.calibration import calibration_scores, pooled_calibration
 from bnncli.evaluation.class_scores import decision_scores
+from bnncli.evaluation.curves import reliability_curve_of_predictions, risk_coverage_curve, roc_curve
 from bnncli.evaluation.latent_networks import (
     density_rows,
     density_thresholds,
@@ -23,6 +24,7 @@ from bnncli.evaluation.latent_networks import (
 )
 from bnncli.evaluation.scores import accuracy_nll_brier, input_numbers
 from bnncli.evaluation.statistics import Row, ScoreGroup, compute_example_statistics, score_rows
+from bnncli.figures import posteriors, predictions, render
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch
@@ -42,18 +44,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def is_latent(path: Path | None) -> bool:
-    """Whether the posterior in a file is a latent binary network."""
-    return path is not None and path.is_file() and type_of(read_header(path)) == LATENT_BINARY
-
-
 def has_density(path: Path | None) -> bool:
-    """Whether the posterior in a file is a network of which weights are out."""
+    """True where the posterior in a file is a latent binary or pruned network."""
     return path is not None and path.is_file() and type_of(read_header(path)) in (LATENT_BINARY, SPARSE)
 
 
 def check_true_inputs(groups: Sequence[PredictionGroup], true_inputs: str | None) -> None:
-    """Raise UsageError unless every group is of a latent binary network of one layer and a single logit with such inputs."""
+    """Raise UsageError unless every group comes from a latent binary network with one layer, one logit and these inputs."""
     numbers = input_numbers(true_inputs)
     for group in groups if numbers else ():
         path = group.posterior_path
@@ -71,12 +68,11 @@ def check_true_inputs(groups: Sequence[PredictionGroup], true_inputs: str | None
             )
 
 
-DRAWN_NETWORKS = 10  # whose shares of weights are told
-
-
 def density_metrics(run: Run, path: Path, integrator: str) -> tuple[list[Row], list[Row]]:
-    """Metric rows of the density, first that of the networks that the integrator predicts with; histograms of the inclusion
-    probabilities of each layer, none for a sparse network."""
+    """Return metric rows of the density, and histograms of the inclusion probabilities of each layer.
+
+    The first row is of the networks that the integrator predicts with. A pruned network has no histograms.
+    """
     posterior = open_posterior(path)[0]
     used = prediction_density_rows(_used(posterior, integrator))
     if isinstance(posterior, Sparse):
@@ -86,33 +82,65 @@ def density_metrics(run: Run, path: Path, integrator: str) -> tuple[list[Row], l
 
 
 def _used(posterior: LatentBinary | Sparse, integrator: str) -> list[torch.Tensor]:
-    """Of each layer's weights, the probability of being in the networks that an integrator predicts with."""
+    """Return each layer's probabilities that a weight is in the networks that an integrator predicts with."""
     if isinstance(posterior, Sparse):
         return [(weight != 0).double() for weight, _ in posterior.network.split(posterior.theta)]
     layout, needs = posterior.model.layout, load_integrator(integrator).needs
-    if needs == "sample":  # of all repeats in turn
+    if needs == "sample":  # draws come from all repeats in turn
         return layout.weights(posterior.model.factors.inclusion.double().mean(dim=0))
     return [(weight != 0).double() for weight, _ in layout.split(getattr(posterior, needs))]
 
 
+_DRAWN_NETWORKS = 10  # to report the fraction of weights that drawn networks have
+
+
 def _inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]]:
-    """Metric rows of the best repeat's density, and a histogram of the inclusion probabilities of each layer."""
+    """Return metric rows of the best repeat's density, and a histogram of the inclusion probabilities of each layer."""
     layout, best = posterior.model.layout, posterior.best
     inclusion = layout.weights(posterior.inclusion)
-    drawn = posterior.model.draw_weights(torch.full((DRAWN_NETWORKS,), best), run.stream("evaluate/density"))[0]
+    drawn = posterior.model.draw_weights(torch.full((_DRAWN_NETWORKS,), best), run.stream("evaluate/density"))[0]
     shares = [(part != 0).flatten(1).double().mean(dim=1) for part in layout.weights(drawn)]
     histograms = [{"layer": str(index), **inclusion_histogram(part)} for index, part in enumerate(inclusion)]
     return density_rows(inclusion, shares), histograms
 
 
 def selection_metrics(path: Path, true_inputs: str | None) -> list[Row]:
-    """Metric rows of the inputs that are in, all repeats; none without true inputs."""
+    """Return metric rows of the inputs that all repeats select; none without true inputs."""
     numbers = input_numbers(true_inputs)
     return selection_rows(open_posterior(path)[0].model.factors.inclusion, numbers) if numbers else []
 
 
+def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, score: str, num_bins: int) -> dict[str, Row]:
+    """Return the curves of one posterior's predictions for each in-distribution split, or for those in `splits`.
+
+    `reliability` and `risk_coverage` need labels, the latter one class per example; they are None otherwise. `roc` maps each
+    out-of-distribution split to the curve by `score`, where both have examples with that score.
+    """
+    outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
+    latent = group.posterior_path if is_latent(group.posterior_path) else None
+    found = {}
+    for name, header in group.splits(is_ood=False).items():
+        if splits and name not in splits:
+            continue
+        run.console.poll(f"curves of {group.name}")
+        split = PredictedSplit(header)
+        examples = split.examples
+        reliability = reliability_curve_of_predictions(split.file.probs, examples, num_bins=num_bins)
+        curves: Row = {"reliability": reliability, "risk_coverage": None, "roc": {}}
+        if examples.is_right is not None and len(examples) > 0:
+            curves["risk_coverage"] = risk_coverage_curve(examples.confidence, examples.is_right)
+        for other in outside:
+            inside, far = (one.detection_scores([score])[score] for one in (split, other))
+            if not isinstance(inside, str) and not isinstance(far, str) and len(inside) and len(far):
+                curves["roc"][other.name] = roc_curve(inside, far)
+        if latent is not None:
+            curves["density"] = density_curve(run, latent, name, num_bins=num_bins)
+        found[name] = curves
+    return found
+
+
 def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Row | None:
-    """Accuracy, NLL and ECE of the networks that are left over above rising inclusion thresholds; None without labels."""
+    """Return accuracy, NLL and ECE of the networks above rising inclusion thresholds; None without labels."""
     split = load_split(run, split_name)
     if split.content.labels is None or len(split.content.labels) == 0:
         return None
@@ -138,20 +166,17 @@ def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Ro
 
 
 def _scores(probs: NDArray, labels: NDArray, num_bins: int) -> list[ScoreGroup]:
-    """Accuracy, NLL and calibration errors of probs (N, C), the usual form of each first."""
-    if labels.ndim == 2:  # several an example
+    """Return accuracy, NLL and calibration errors of probs (N, K), the usual form of each first."""
+    if labels.ndim == 2:  # several labels per example
         examples = compute_example_statistics(probs, labels, is_exclusive=False)
         return [*decision_scores(probs, examples), pooled_calibration(probs, labels, num_bins=num_bins)]
     examples = compute_example_statistics(probs, labels)
     return [*accuracy_nll_brier(examples), *calibration_scores(examples, num_bins=num_bins)]
 
 
-_SIZE = 1 << 17  # of a figure, about
-
-
 @dataclass(frozen=True)
 class Plot:
-    """One figure that --plot makes: its file, and which curves of which split, against which other split."""
+    """One figure of --plot: its file, its kind of curve, the split and, for ROC curves, the out-of-distribution split."""
 
     path: Path
     kind: str
@@ -159,42 +184,11 @@ class Plot:
     ood: str | None = None
 
 
-def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, score: str, num_bins: int) -> dict[str, Row]:
-    """The curves of one posterior's predictions of each in-distribution split (all when none is named), by split.
-
-    `reliability` and `risk_coverage` are None without labels, the latter of several labels an example too; `roc` has a curve by `score` for each out-of-distribution split.
-    A split without examples has none of them, predictions without the score no `roc`.
-    """
-    from bnncli.evaluation.curves import reliability_curve_of_predictions, risk_coverage_curve, roc_curve
-
-    outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
-    latent = group.posterior_path if is_latent(group.posterior_path) else None
-    found = {}
-    for name, header in group.splits(is_ood=False).items():
-        if splits and name not in splits:
-            continue
-        run.console.poll(f"curves of {group.name}")
-        split = PredictedSplit(header)
-        examples = split.examples
-        reliability = reliability_curve_of_predictions(split.file.probs, examples, num_bins=num_bins)
-        curves: Row = {"reliability": reliability, "risk_coverage": None, "roc": {}}
-        if examples.is_right is not None and len(examples) > 0:
-            curves["risk_coverage"] = risk_coverage_curve(examples.confidence, examples.is_right)
-        for other in outside:
-            inside, far = (one.detection_scores([score])[score] for one in (split, other))
-            if not isinstance(inside, str) and not isinstance(far, str) and len(inside) and len(far):
-                curves["roc"][other.name] = roc_curve(inside, far)
-        if latent is not None:
-            curves["density"] = density_curve(run, latent, name, num_bins=num_bins)
-        found[name] = curves
-    return found
-
-
 def planned_plots(run: Run, groups: Sequence[PredictionGroup], splits: Sequence[str], folder: Path) -> list[Plot]:
-    """The figures that --plot will make, once their paths are known to be free.
+    """Return the figures that --plot will draw, after checking their paths.
 
     Raises:
-        OutputExists: the folder cannot be written, or a foreign file is in the way.
+        OutputExists: the folder cannot be written, or another file is in the way.
     """
     plots: dict[Path, Plot] = {}
 
@@ -220,12 +214,17 @@ def planned_plots(run: Run, groups: Sequence[PredictionGroup], splits: Sequence[
     return list(plots.values())
 
 
+def is_latent(path: Path | None) -> bool:
+    """True where the posterior in a file is a latent binary network."""
+    return path is not None and path.is_file() and type_of(read_header(path)) == LATENT_BINARY
+
+
 def draw_plots(run: Run, plots: Sequence[Plot], rows: Sequence[Row], *, score: str) -> Result:
     """Draw and publish the figures.
 
     Args:
-        score: that ROC curves go by.
-        rows: of evaluate, with all their metrics and with `curves`; one without (scores of the features) is not drawn.
+        rows: evaluate's rows with all metrics. Those without `curves` (scores of the features) are not drawn.
+        score: detection score of the ROC curves.
 
     Raises:
         WriteError: a figure could not be written; the scores are complete.
@@ -234,11 +233,8 @@ def draw_plots(run: Run, plots: Sequence[Plot], rows: Sequence[Row], *, score: s
     for plot in plots:
         output: Row = {"role": f"plot.{plot.path.stem}", "path": str(plot.path)}
         if run.write.dry_run:
-            result.add(
-                Result(
-                    "planned", [output | {"planned": "compute", "estimated_bytes": _SIZE}], lines=[f"draw: {plot.path}"]
-                )
-            )
+            output |= {"planned": "compute", "estimated_bytes": 1 << 17}
+            result.add(Result("planned", [output], lines=[f"draw: {plot.path}"]))
             continue
         run.console.poll(f"plot {plot.path.name}")
         result.outputs.append(output | {"content_digest": _write(plot, _draw(plot, rows, score))})
@@ -247,16 +243,21 @@ def draw_plots(run: Run, plots: Sequence[Plot], rows: Sequence[Row], *, score: s
     return result
 
 
+def _write(plot: Plot, figure: Figure) -> str:
+    try:
+        return write_figure(plot.path, render(figure, "png"))
+    except WriteError as error:
+        message = f"--plot: cannot write {plot.path}; the scores are complete, and --plot draws again without scoring"
+        raise WriteError(message, hint=error.hint, path=plot.path) from None
+
+
 def _draw(plot: Plot, rows: Iterable[Row], score: str) -> Figure:
-    """The figure of one plot."""
     shown: dict[str, Row] = {}
     for row in rows:
-        if row["split"] == plot.split and "curves" in row:  # the scores of features have none
+        if row["split"] == plot.split and "curves" in row:
             title = posterior_title(row["posterior"], row["variant"], row.get("name"))
             shown[f"{title} ({row['variant']})" if title == row["posterior"] else title] = row
     if plot.kind == "roc":
-        from bnncli.figures import predictions
-
         assert plot.ood is not None
         curves = {
             name: row["curves"]["roc"][plot.ood] for name, row in shown.items() if plot.ood in row["curves"]["roc"]
@@ -264,9 +265,7 @@ def _draw(plot: Plot, rows: Iterable[Row], score: str) -> Figure:
         areas = {name: _value(shown[name], Quantity("auroc", (plot.ood, score))) for name in curves}
         return predictions.draw_roc(*predictions.merged(curves, areas), split=plot.split, ood=plot.ood, score=score)
     if plot.kind == "density":
-        from bnncli.figures import posteriors
-
-        # One curve a posterior, whatever the integrator.
+        # One curve per posterior, whatever the integrator.
         own = {row["posterior"]: row for row in shown.values() if row.get("curves", {}).get("density")}
         return posteriors.draw_density(
             {name: row["curves"]["density"] for name, row in own.items()},
@@ -277,27 +276,14 @@ def _draw(plot: Plot, rows: Iterable[Row], score: str) -> Figure:
     key = plot.kind.replace("-", "_")
     curves = {name: row["curves"][key] for name, row in shown.items() if row["curves"][key] is not None}
     if plot.kind == "reliability":
-        from bnncli.figures import predictions
-
         return predictions.draw_reliability(
             curves, split=plot.split, errors={name: _value(shown[name], Quantity("ece")) for name in curves}
         )
-    from bnncli.figures import predictions
 
     areas = {name: _value(shown[name], Quantity("aurc")) for name in curves}
     return predictions.draw_risk_coverage(curves, split=plot.split, areas=areas)
 
 
 def _value(row: Row, wanted: Quantity) -> float:
-    """The value of a score of a row in its usual form."""
+    """Return the value of a row's score in its usual form."""
     return float(find_metric(row["metrics"], wanted)[0]["value"])
-
-
-def _write(plot: Plot, figure: Figure) -> str:
-    from bnncli.figures import render
-
-    try:
-        return write_figure(plot.path, render(figure, "png"))
-    except WriteError as error:
-        message = f"--plot: cannot write {plot.path}; the scores are complete, and --plot draws again without scoring"
-        raise WriteError(message, hint=error.hint, path=plot.path) from None

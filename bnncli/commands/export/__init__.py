@@ -203,19 +203,6 @@ def _chosen(run: Run, options: ExportOptions) -> tuple[str, str | None]:
     return found.posterior, options.integrator or found.integrator
 
 
-def _score(options: ExportOptions, predictor: Predictor, choice: IntegratorChoice) -> str:
-    """The score that was named, else the default, or what stands in for it. Raises UsageError for the default where the run lacks it."""
-    if predictor.train.detector_splits:
-        return options.score or DEFAULT_SCORE
-    if options.score == DEFAULT_SCORE:
-        raise UsageError(
-            f"\0score\0 {DEFAULT_SCORE} needs the features of splits train and val, which this run lacks",
-            hint="use another score",
-            code="unsupported_export",
-        )
-    return options.score or default_score([["mutual_info"] if choice.integrator.is_sampling else []])
-
-
 def _judge(run: Run) -> Split:
     """The split that the file is held against predict on: val, else another labelled one, else the training split."""
     there = run.folder.splits()
@@ -245,6 +232,19 @@ def _require_network(run: Run, split: Split) -> None:
             hint="to export the head, which takes features, add \0head_only\0",
             code="no_network",
         )
+
+
+def _score(options: ExportOptions, predictor: Predictor, choice: IntegratorChoice) -> str:
+    """The score that was named, else the default, or what stands in for it. Raises UsageError for the default where the run lacks it."""
+    if predictor.train.detector_splits:
+        return options.score or DEFAULT_SCORE
+    if options.score == DEFAULT_SCORE:
+        raise UsageError(
+            f"\0score\0 {DEFAULT_SCORE} needs the features of splits train and val, which this run lacks",
+            hint="use another score",
+            code="unsupported_export",
+        )
+    return options.score or default_score([["mutual_info"] if choice.integrator.is_sampling else []])
 
 
 def _request(

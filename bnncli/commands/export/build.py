@@ -44,14 +44,6 @@ if TYPE_CHECKING:
     from bnncli.export.steps import Values
 
 
-CODE = "code"  # in what a file of tensors says of itself: the module that reads it
-
-
-def code_path(target: Path) -> Path:
-    """Where the module that reads a file of tensors lies: beside it."""
-    return target.with_suffix(".py")
-
-
 def check_suffix(out: str | None, form: str) -> None:
     """Raise UsageError where a file's name ends as those of another format do."""
     others = {suffix: name for name, suffix in FORMATS.items() if name != form}
@@ -70,21 +62,12 @@ def check_code_path(target: Path, *, force: bool) -> None:
     check_side_output(code_path(target), "\0out\0", "module", is_ours=_is_ours, force=force, others=[])
 
 
-def write(
-    target: Path,
-    content: bytes | Mapping[str, Tensor],
-    *,
-    meta: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-    may_replace: bool,
-) -> str:
-    """Publish a graph, or tensors with their module, and return the content digest."""
-    if isinstance(content, bytes):
-        return write_export(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
-    with publish_together(lambda targets: None):
-        digest = write_tensors(target, content, kind=KIND, meta=meta, provenance=provenance, may_replace=may_replace)
-        publish_bytes(code_path(target), meta[CODE].encode(), may_replace=True)
-    return digest
+def _is_ours(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        return stream.read(len(MARK)) == MARK.encode()
+
+
+CODE = "code"  # in what a file of tensors says of itself: the module that reads it
 
 
 def complete(header: Header) -> None:
@@ -93,12 +76,102 @@ def complete(header: Header) -> None:
         publish_bytes(code_path(header.path), header.meta[CODE].encode(), may_replace=False)
 
 
-def _is_ours(path: Path) -> bool:
-    with open(path, "rb") as stream:
-        return stream.read(len(MARK)) == MARK.encode()
+def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -> list[DecisionFile]:
+    """The rules of calibrate that were named, for the predictions of this name, <posterior>.<integrator>.
+
+    Args:
+        posterior: the content digest of the one that is exported.
+
+    Raises:
+        MissingInput, DataError: there is none that can be used, or it is of another posterior.
+        UsageError: a file cannot have what it decides by, or two give sets.
+    """
+    found = open_decisions(run, name, only=list(dict.fromkeys(options.decide)))
+    for one in found:
+        if (why := _why_not(one, str(options.score))) is not None:
+            message = f"\0decide\0: rule {one.name!r} of {name} {why}"
+            raise UsageError(message, code="unsupported_export")
+        if one.header.meta["maker"].get("posterior") != posterior:
+            message = f"{one.header.path} was calibrated with a posterior other than {name.partition('.')[0]}"
+            raise DataError(message, code="wrong_posterior", path=one.header.path)
+    if len(sets := [one.name for one in found if isinstance(one.rule, SetRule)]) > 1:
+        raise UsageError(f"\0decide\0: a file has one output `set`, but {' and '.join(sets)} each give a set")
+    return found
 
 
-MOST_ROWS = 2000  # of a split that a whole network is checked on: each is a pass, twice
+def _why_not(decision: DecisionFile, score: str) -> str | None:
+    """Why a file cannot have what a rule decides by; None where it can."""
+    rule = decision.rule
+    if isinstance(rule, SetRule):
+        return (
+            None
+            if rule.score.seed is None
+            else "draws a random number for each example, which an exported file cannot do"
+        )
+    if isinstance(rule, OutlierRule):
+        own = decision.header.meta["settings"]["score"]
+        return None if own == score else f"uses {own}, but ood_score is {score}; add \0score\0 {own}"
+    return None if isinstance(rule, AcceptanceRule) else "applies to whole batches, which an exported file does not see"
+
+
+def compute(
+    run: Run,
+    options: ExportOptions,
+    request: Request,
+    predictor: Predictor,
+    choice: IntegratorChoice,
+    split: Split,
+    rules: Sequence[DecisionFile] = (),
+) -> Computed:
+    """Make, check and time the file. Raises NumericError where it does not give what predict does.
+
+    Args:
+        rules: whose prediction sets and thresholds the file has.
+    """
+    from bnncli.export.parts import thinned
+    from bnncli.export.source import source_of
+
+    _check_fits(predictor, split)
+    goes_in = _goes_in(run, options, split)  # first, as it refuses what cannot be exported
+    ready = predictor.ready(choice)
+    kept = thinned(ready, options.draws, run.stream("export/draws"))
+    model = _modelled(options, predictor, choice, goes_in, kept, rules)
+    module = model.module
+    made = _written(run, options, module, goes_in.first(2), goes_in.name)
+    expected = expected_outputs(run, predictor, choice, split.stored[torch.from_numpy(goes_in.rows)], ready, kept)
+    runs = {made.runtime: made.run, "torch": eager(module)}
+    outputs = {name: outputs_of(run, one, goes_in, name) for name, one in runs.items()}
+    own, parity = (
+        outputs[made.runtime],
+        parity_of(
+            options, split, goes_in, outputs, expected.stored, _combined(options, predictor, split.stored[goes_in.rows])
+        ),
+    )
+    metrics = {"parity": parity, **losses(split, goes_in.rows, expected, own, model.rule)}
+    meta = {
+        **_meta(options, predictor, choice, split),
+        **_described(options, split, model, own),
+        "decisions": {one.name: thresholds_of(one) for one in rules},
+        "draws": expected.num_stored,
+        "metrics": metrics,
+    }
+    times = {name: times_of(run, one, goes_in) for name, one in runs.items()}
+    if options.format == "torch":
+        return _computed(request, dict(model.head.named_buffers()), meta | {CODE: source_of(model.parts.steps)}, times)
+    return _computed(request, made.content, meta, times)
+
+
+def _check_fits(predictor: Predictor, split: Split) -> None:
+    """Pass where the posterior is over the last layer of the run. Raises UsageError, DataError otherwise."""
+    layout = predictor.posterior.layout
+    if layout.head is None:
+        raise UsageError(
+            f"{predictor.path.stem} has its own hidden layers; export takes only posteriors over the last layer",
+            code="unsupported_export",
+        )
+    split.check_fits(layout)
+
+
 BATCH = 256
 
 
@@ -164,12 +237,22 @@ class GoesIn:
         ]
 
 
+def _goes_in(run: Run, options: ExportOptions, split: Split) -> GoesIn:
+    """Features, or the inputs of the network. Raises what inputs_in raises."""
+    if options.head_only:
+        return features_in(split)
+    return inputs_in(run, split, trusts_code=options.trust_code, is_halved=options.dtype == "float16")
+
+
 def features_in(split: Split) -> GoesIn:
     """Features of all rows."""
     from bnncli.export.graphs import FEATURES
 
     rows = np.arange(len(split.content.features))
     return GoesIn(FEATURES, rows, None, "none: the file takes features", stored=split.stored)
+
+
+MOST_ROWS = 2000  # of a split that a whole network is checked on: each is a pass, twice
 
 
 def inputs_in(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> GoesIn:
@@ -231,56 +314,49 @@ def _in_words(done: data.Preprocess) -> str:
     return f"inside: {'; '.join(parts)}"
 
 
-def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -> list[DecisionFile]:
-    """The rules of calibrate that were named, for the predictions of this name, <posterior>.<integrator>.
+@dataclass(frozen=True)
+class _Model:
+    """What is written: the head's steps and tensors, alone or behind the network.
 
-    Args:
-        posterior: the content digest of the one that is exported.
-
-    Raises:
-        MissingInput, DataError: there is none that can be used, or it is of another posterior.
-        UsageError: a file cannot have what it decides by, or two give sets.
+    Attributes:
+        rule: whose prediction sets come out; None for none.
     """
-    found = open_decisions(run, name, only=list(dict.fromkeys(options.decide)))
-    for one in found:
-        if (why := _why_not(one, str(options.score))) is not None:
-            message = f"\0decide\0: rule {one.name!r} of {name} {why}"
-            raise UsageError(message, code="unsupported_export")
-        if one.header.meta["maker"].get("posterior") != posterior:
-            message = f"{one.header.path} was calibrated with a posterior other than {name.partition('.')[0]}"
-            raise DataError(message, code="wrong_posterior", path=one.header.path)
-    if len(sets := [one.name for one in found if isinstance(one.rule, SetRule)]) > 1:
-        raise UsageError(f"\0decide\0: a file has one output `set`, but {' and '.join(sets)} each give a set")
-    return found
+
+    parts: HeadParts
+    head: nn.Module
+    goes_in: GoesIn
+    rule: SetRule | None
+
+    @property
+    def module(self) -> nn.Module:
+        """Inputs to outputs."""
+        from bnncli.export.network import WholeNetwork
+
+        trunk = self.goes_in.trunk
+        return self.head if trunk is None else WholeNetwork(trunk, self.head).eval()
 
 
-def _why_not(decision: DecisionFile, score: str) -> str | None:
-    """Why a file cannot have what a rule decides by; None where it can."""
-    rule = decision.rule
-    if isinstance(rule, SetRule):
-        return (
-            None
-            if rule.score.seed is None
-            else "draws a random number for each example, which an exported file cannot do"
-        )
-    if isinstance(rule, OutlierRule):
-        own = decision.header.meta["settings"]["score"]
-        return None if own == score else f"uses {own}, but ood_score is {score}; add \0score\0 {own}"
-    return None if isinstance(rule, AcceptanceRule) else "applies to whole batches, which an exported file does not see"
+def _modelled(
+    options: ExportOptions,
+    predictor: Predictor,
+    choice: IntegratorChoice,
+    goes_in: GoesIn,
+    kept: Ready,
+    rules: Sequence[DecisionFile],
+) -> _Model:
+    """The integrator, with the draws that are kept, as steps and tensors; with the network where that is asked for."""
+    from bnncli.export.parts import head_parts, with_combined_score, with_ood_score
 
-
-def thresholds_of(decision: DecisionFile) -> dict[str, Any]:
-    """What whoever runs the file decides by: of which output, from where on, and what is guaranteed."""
-    rule, settings = decision.rule, decision.header.meta["settings"]
-    found: dict[str, Any] = {"kind": decision.kind, "confidence": settings["confidence"]}
-    if isinstance(rule, SetRule):
-        return {**found, "output": "set", "coverage": settings["coverage"]}
-    if isinstance(rule, OutlierRule):
-        above = -rule.threshold
-        return {**found, "output": "ood_score", "outlier_above": above, "false_alarm": settings["false_alarm"]}
-    assert isinstance(rule, AcceptanceRule)
-    least = None if rule.most_doubt is None else 1 - rule.most_doubt
-    return {**found, "output": "probs", "accept_largest_from": least, "risk": settings["risk"]}
+    layout, is_halved = predictor.posterior.layout, options.dtype == "float16"
+    parts = head_parts(predictor.posterior.to("cpu"), choice.integrator, kept)
+    if options.score == DEFAULT_SCORE and predictor.train.detector is not None:
+        parts = with_combined_score(parts, predictor.train.detector)
+    else:
+        parts = with_ood_score(parts, str(options.score), layout, predictor.mean_theta.cpu())
+    rule = next((one.rule for one in rules if isinstance(one.rule, SetRule)), None)
+    parts = parts if rule is None else with_rule(parts, rule, layout.num_classes)
+    head = parts.module(dtype=torch.float16 if is_halved else torch.float32)
+    return _Model(parts, head, goes_in, rule)
 
 
 def with_rule(parts: HeadParts, rule: SetRule, num_classes: int) -> HeadParts:
@@ -294,90 +370,16 @@ def with_rule(parts: HeadParts, rule: SetRule, num_classes: int) -> HeadParts:
     return with_sets(parts, thresholds, score.penalty * beyond.clamp_min(0), is_filled=rule.is_filled)
 
 
-def agreement(rule: SetRule, probs: Tensor, sets: Tensor) -> dict[str, Any]:
-    """Of the rows that were checked: the share whose set is the rule's of the probabilities of predict, and mean sizes of both."""
-    expected = rule.sets(probs.numpy())
-    return {
-        "same": float((expected == sets.numpy()).all(axis=1).mean()),
-        "size": float(sets.sum(dim=1, dtype=torch.float64).mean()),
-        "size_of_predict": float(expected.sum(axis=1).mean()),
-    }
+def _written(run: Run, options: ExportOptions, module: nn.Module, example: Inputs, name: str) -> graphs.ExportedModel:
+    """The module in its format, with what runs it."""
+    from bnncli.export import graphs
 
-
-SIZES = (1, 32, 1024)  # of batches that are timed
-
-
-def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
-    """Lines for people."""
-    parity = metrics["parity"]
-    goes_in = ", ".join(
-        f"{one['name']} ({', '.join(map(str, one['shape']))}) {one['type']}"
-        for one in meta.get("inputs") or [meta["input"]]
-    )
-    lines = [
-        f"{meta['posterior']} ({meta['variant']}), {bytes_text(metrics['bytes'])}: {goes_in} -> "
-        + ", ".join(output["name"] for output in meta["outputs"]),
-        f"probabilities on {parity['split']} ({parity['rows']} rows) match predict to within "
-        f"{_each(parity['max_difference'])}",
-    ]
-    draws, is_shared = metrics["draws"], meta["variant"].startswith("logit-mc")
-    if draws is not None and (is_shared or draws["stored"] < draws["predict"]):
-        shared = ", shared by all inputs" if is_shared else ""
-        lines.append(f"draws: {draws['stored']} of predict's {draws['predict']}{shared}{_loss(metrics)}")
-    if "sets" in metrics:
-        sets = metrics["sets"]
-        lines.append(
-            f"sets of rule {_of_kind(meta, 'sets')}: {percent(sets['same'])} match predict; mean size "
-            f"{sets['size']:.2f} ({sets['size_of_predict']:.2f} in predict)"
-        )
-    for name, rule in meta["decisions"].items():
-        if rule["kind"] == "ood":
-            lines.append(
-                f"{name}: ood_score above {rule['outlier_above']:.6g} marks an outlier, with "
-                f"{percent(rule['false_alarm'])} false alarms"
-            )
-        if rule["kind"] == "risk":
-            least = rule["accept_largest_from"]
-            said = (
-                "accepts nothing"
-                if least is None
-                else f"accepts predictions with a largest probability of at least {least:.6g}"
-            )
-            lines.append(f"{name}: {said}, with a risk of {percent(rule['risk'])}")
-    if metrics["milliseconds"] is not None:
-        sizes = " / ".join(f"{size:,}" for size in SIZES)
-        each = "; ".join(f"{name} {_times(times)}" for name, times in metrics["milliseconds"].items())
-        lines.append(f"time for {sizes} inputs: {each}")
-    return lines
-
-
-def _of_kind(meta: Mapping[str, Any], kind: str) -> str:
-    """The name of the rule of a kind."""
-    return next(name for name, rule in meta["decisions"].items() if rule["kind"] == kind)
-
-
-def _each(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{value:.1e} ({name})" for name, value in values.items())
-
-
-def _loss(metrics: Mapping[str, Any]) -> str:
-    """What fewer draws lose, where there are labels."""
-    nll = metrics["nll"]
-    return "" if nll is None else f"; NLL {nll['export']:.4f}, {nll['predict']:.4f} with all ({nll['loss']:+.4f})"
-
-
-def _times(times: Mapping[str, float | None]) -> str:
-    return " / ".join(_time(times[str(size)]) for size in SIZES)
-
-
-def _time(milliseconds: float | None) -> str:
-    if milliseconds is None:
-        return "-"
-    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"
-
-
-_SHARES = (0.95, 0.99)  # of the split that have at most the thresholds that the file names
-_SECONDS, _MOST_SECONDS, _MOST_REPEATS = 0.3, 20.0, 200  # of each measurement of time
+    if options.format == "torch":
+        return graphs.ExportedModel(b"", "torch", eager(module))
+    run.console.poll("building the graph")
+    if options.format == "pt2":
+        return graphs.to_program(module, example, input_name=name)
+    return graphs.to_onnx(module, example, input_name=name, threads=run.compute.threads)
 
 
 @dataclass(frozen=True)
@@ -388,17 +390,6 @@ class ExpectedOutputs:
     stored: Prediction
     num_whole: int | None
     num_stored: int | None
-
-
-def eager(module: nn.Module) -> Callable[[Inputs], Values]:
-    """The module as torch runs it."""
-
-    def run(inputs: Inputs) -> Values:
-        with torch.no_grad():
-            outputs: Values = module(inputs)
-        return outputs
-
-    return run
 
 
 def expected_outputs(
@@ -416,6 +407,17 @@ def expected_outputs(
         progress=run.console,
     )
     return ExpectedOutputs(whole, stored, ready.num_draws, kept.num_draws)
+
+
+def eager(module: nn.Module) -> Callable[[Inputs], Values]:
+    """The module as torch runs it."""
+
+    def run(inputs: Inputs) -> Values:
+        with torch.no_grad():
+            outputs: Values = module(inputs)
+        return outputs
+
+    return run
 
 
 def outputs_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn, name: str) -> Values:
@@ -471,18 +473,10 @@ def _largest(differences: Tensor) -> float:
     return float(differences.abs().max()) if differences.numel() else 0.0
 
 
-def _losses(whole: Prediction, probs: Tensor, labels: Any) -> dict[str, float]:
-    """NLL of predict and of the file, nats an example, and by how much the file's is larger."""
-    of_predict = score_predictive("predict", whole.probs.cpu().numpy(), labels).nll
-    of_export = score_predictive("export", probs.numpy(), labels).nll
-    return {"predict": of_predict, "export": of_export, "loss": of_export - of_predict}
-
-
-def thresholds(split: Split, scores: Tensor) -> dict[str, Any]:
-    """The ood_score that shares of the split have at most."""
-    quantiles = np.quantile(scores.double().numpy(), _SHARES, method="inverted_cdf")
-    shares = {str(share): float(value) for share, value in zip(_SHARES, quantiles, strict=True)}
-    return {"ood_score": {"split": split.content.name, "at_most": shares}}
+def _combined(options: ExportOptions, predictor: Predictor, features: Tensor) -> Tensor | None:
+    """The combined score (n,) of features, where that is asked for."""
+    detector = predictor.train.detector if options.score == DEFAULT_SCORE else None
+    return None if detector is None else detector.scores(features)
 
 
 def losses(
@@ -496,6 +490,86 @@ def losses(
         "nll": None if labels is None or len(labels) == 0 else _losses(expected.whole, own["probs"], labels),
     }
     return found if rule is None else {**found, "sets": agreement(rule, expected.whole.probs.cpu(), own["set"])}
+
+
+def _losses(whole: Prediction, probs: Tensor, labels: Any) -> dict[str, float]:
+    """NLL of predict and of the file, nats an example, and by how much the file's is larger."""
+    of_predict = score_predictive("predict", whole.probs.cpu().numpy(), labels).nll
+    of_export = score_predictive("export", probs.numpy(), labels).nll
+    return {"predict": of_predict, "export": of_export, "loss": of_export - of_predict}
+
+
+def agreement(rule: SetRule, probs: Tensor, sets: Tensor) -> dict[str, Any]:
+    """Of the rows that were checked: the share whose set is the rule's of the probabilities of predict, and mean sizes of both."""
+    expected = rule.sets(probs.numpy())
+    return {
+        "same": float((expected == sets.numpy()).all(axis=1).mean()),
+        "size": float(sets.sum(dim=1, dtype=torch.float64).mean()),
+        "size_of_predict": float(expected.sum(axis=1).mean()),
+    }
+
+
+def _meta(options: ExportOptions, predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[str, Any]:
+    return {
+        "posterior": predictor.path.stem,
+        "method": predictor.header.meta.get("method"),
+        "integrator": choice.name,
+        "variant": choice.variant,
+        "settings": choice.settings,
+        "format": options.format,
+        "dtype": options.dtype,
+        "score": options.score,
+        "decide": options.decide,
+        "classes": list(split.content.classes),
+    }
+
+
+MEANINGS = {
+    "probs": "class probabilities (batch, classes), which sum to one; of several labels an example, of each being there",
+    "entropy": "of the probabilities, nats; summed over several labels",
+    "mutual_information": "of class and weights, nats: the part of the entropy that is due to not knowing the weights",
+    "ood_score": "higher is farther from the training data: {score} of bnncli evaluate, its sign turned",
+    "set": "the conformal set: whether each class is in it",
+}
+
+
+def _described(options: ExportOptions, split: Split, model: _Model, own: Values) -> dict[str, Any]:
+    """What goes in, what comes out and by which steps, and from where on ood_score is unusual."""
+    goes_in = model.goes_in.described(model.goes_in.first(2))
+    return {
+        **({"input": goes_in[0]} if len(goes_in) == 1 else {"inputs": goes_in}),
+        "outputs": [{"name": name, "what": MEANINGS[name].format(score=options.score)} for name in own],
+        "steps": [step.__name__ for step in model.parts.steps],
+        "thresholds": thresholds(split, own["ood_score"]),
+    }
+
+
+_SHARES = (0.95, 0.99)  # of the split that have at most the thresholds that the file names
+
+
+def thresholds(split: Split, scores: Tensor) -> dict[str, Any]:
+    """The ood_score that shares of the split have at most."""
+    quantiles = np.quantile(scores.double().numpy(), _SHARES, method="inverted_cdf")
+    shares = {str(share): float(value) for share, value in zip(_SHARES, quantiles, strict=True)}
+    return {"ood_score": {"split": split.content.name, "at_most": shares}}
+
+
+def thresholds_of(decision: DecisionFile) -> dict[str, Any]:
+    """What whoever runs the file decides by: of which output, from where on, and what is guaranteed."""
+    rule, settings = decision.rule, decision.header.meta["settings"]
+    found: dict[str, Any] = {"kind": decision.kind, "confidence": settings["confidence"]}
+    if isinstance(rule, SetRule):
+        return {**found, "output": "set", "coverage": settings["coverage"]}
+    if isinstance(rule, OutlierRule):
+        above = -rule.threshold
+        return {**found, "output": "ood_score", "outlier_above": above, "false_alarm": settings["false_alarm"]}
+    assert isinstance(rule, AcceptanceRule)
+    least = None if rule.most_doubt is None else 1 - rule.most_doubt
+    return {**found, "output": "probs", "accept_largest_from": least, "risk": settings["risk"]}
+
+
+SIZES = (1, 32, 1024)  # of batches that are timed
+_SECONDS, _MOST_SECONDS, _MOST_REPEATS = 0.3, 20.0, 200  # of each measurement of time
 
 
 def times_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn) -> dict[str, float | None]:
@@ -519,142 +593,6 @@ def times_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn) -> di
     return found
 
 
-MEANINGS = {
-    "probs": "class probabilities (batch, classes), which sum to one; of several labels an example, of each being there",
-    "entropy": "of the probabilities, nats; summed over several labels",
-    "mutual_information": "of class and weights, nats: the part of the entropy that is due to not knowing the weights",
-    "ood_score": "higher is farther from the training data: {score} of bnncli evaluate, its sign turned",
-    "set": "the conformal set: whether each class is in it",
-}
-
-
-@dataclass(frozen=True)
-class _Model:
-    """What is written: the head's steps and tensors, alone or behind the network.
-
-    Attributes:
-        rule: whose prediction sets come out; None for none.
-    """
-
-    parts: HeadParts
-    head: nn.Module
-    goes_in: GoesIn
-    rule: SetRule | None
-
-    @property
-    def module(self) -> nn.Module:
-        """Inputs to outputs."""
-        from bnncli.export.network import WholeNetwork
-
-        trunk = self.goes_in.trunk
-        return self.head if trunk is None else WholeNetwork(trunk, self.head).eval()
-
-
-def compute(
-    run: Run,
-    options: ExportOptions,
-    request: Request,
-    predictor: Predictor,
-    choice: IntegratorChoice,
-    split: Split,
-    rules: Sequence[DecisionFile] = (),
-) -> Computed:
-    """Make, check and time the file. Raises NumericError where it does not give what predict does.
-
-    Args:
-        rules: whose prediction sets and thresholds the file has.
-    """
-    from bnncli.export.parts import thinned
-    from bnncli.export.source import source_of
-
-    _check_fits(predictor, split)
-    goes_in = _goes_in(run, options, split)  # first, as it refuses what cannot be exported
-    ready = predictor.ready(choice)
-    kept = thinned(ready, options.draws, run.stream("export/draws"))
-    model = _modelled(options, predictor, choice, goes_in, kept, rules)
-    module = model.module
-    made = _written(run, options, module, goes_in.first(2), goes_in.name)
-    expected = expected_outputs(run, predictor, choice, split.stored[torch.from_numpy(goes_in.rows)], ready, kept)
-    runs = {made.runtime: made.run, "torch": eager(module)}
-    outputs = {name: outputs_of(run, one, goes_in, name) for name, one in runs.items()}
-    own, parity = (
-        outputs[made.runtime],
-        parity_of(
-            options, split, goes_in, outputs, expected.stored, _combined(options, predictor, split.stored[goes_in.rows])
-        ),
-    )
-    metrics = {"parity": parity, **losses(split, goes_in.rows, expected, own, model.rule)}
-    meta = {
-        **_meta(options, predictor, choice, split),
-        **_described(options, split, model, own),
-        "decisions": {one.name: thresholds_of(one) for one in rules},
-        "draws": expected.num_stored,
-        "metrics": metrics,
-    }
-    times = {name: times_of(run, one, goes_in) for name, one in runs.items()}
-    if options.format == "torch":
-        return _computed(request, dict(model.head.named_buffers()), meta | {CODE: source_of(model.parts.steps)}, times)
-    return _computed(request, made.content, meta, times)
-
-
-def _check_fits(predictor: Predictor, split: Split) -> None:
-    """Pass where the posterior is over the last layer of the run. Raises UsageError, DataError otherwise."""
-    layout = predictor.posterior.layout
-    if layout.head is None:
-        raise UsageError(
-            f"{predictor.path.stem} has its own hidden layers; export takes only posteriors over the last layer",
-            code="unsupported_export",
-        )
-    split.check_fits(layout)
-
-
-def _goes_in(run: Run, options: ExportOptions, split: Split) -> GoesIn:
-    """Features, or the inputs of the network. Raises what inputs_in raises."""
-    if options.head_only:
-        return features_in(split)
-    return inputs_in(run, split, trusts_code=options.trust_code, is_halved=options.dtype == "float16")
-
-
-def _modelled(
-    options: ExportOptions,
-    predictor: Predictor,
-    choice: IntegratorChoice,
-    goes_in: GoesIn,
-    kept: Ready,
-    rules: Sequence[DecisionFile],
-) -> _Model:
-    """The integrator, with the draws that are kept, as steps and tensors; with the network where that is asked for."""
-    from bnncli.export.parts import head_parts, with_combined_score, with_ood_score
-
-    layout, is_halved = predictor.posterior.layout, options.dtype == "float16"
-    parts = head_parts(predictor.posterior.to("cpu"), choice.integrator, kept)
-    if options.score == DEFAULT_SCORE and predictor.train.detector is not None:
-        parts = with_combined_score(parts, predictor.train.detector)
-    else:
-        parts = with_ood_score(parts, str(options.score), layout, predictor.mean_theta.cpu())
-    rule = next((one.rule for one in rules if isinstance(one.rule, SetRule)), None)
-    parts = parts if rule is None else with_rule(parts, rule, layout.num_classes)
-    head = parts.module(dtype=torch.float16 if is_halved else torch.float32)
-    return _Model(parts, head, goes_in, rule)
-
-
-def _combined(options: ExportOptions, predictor: Predictor, features: Tensor) -> Tensor | None:
-    """The combined score (n,) of features, where that is asked for."""
-    detector = predictor.train.detector if options.score == DEFAULT_SCORE else None
-    return None if detector is None else detector.scores(features)
-
-
-def _described(options: ExportOptions, split: Split, model: _Model, own: Values) -> dict[str, Any]:
-    """What goes in, what comes out and by which steps, and from where on ood_score is unusual."""
-    goes_in = model.goes_in.described(model.goes_in.first(2))
-    return {
-        **({"input": goes_in[0]} if len(goes_in) == 1 else {"inputs": goes_in}),
-        "outputs": [{"name": name, "what": MEANINGS[name].format(score=options.score)} for name in own],
-        "steps": [step.__name__ for step in model.parts.steps],
-        "thresholds": thresholds(split, own["ood_score"]),
-    }
-
-
 def _computed(
     request: Request,
     content: bytes | Mapping[str, Tensor],
@@ -674,28 +612,92 @@ def _computed(
     return Computed(publish, told, lines)
 
 
-def _written(run: Run, options: ExportOptions, module: nn.Module, example: Inputs, name: str) -> graphs.ExportedModel:
-    """The module in its format, with what runs it."""
-    from bnncli.export import graphs
+def write(
+    target: Path,
+    content: bytes | Mapping[str, Tensor],
+    *,
+    meta: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+) -> str:
+    """Publish a graph, or tensors with their module, and return the content digest."""
+    if isinstance(content, bytes):
+        return write_export(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
+    with publish_together(lambda targets: None):
+        digest = write_tensors(target, content, kind=KIND, meta=meta, provenance=provenance, may_replace=may_replace)
+        publish_bytes(code_path(target), meta[CODE].encode(), may_replace=True)
+    return digest
 
-    if options.format == "torch":
-        return graphs.ExportedModel(b"", "torch", eager(module))
-    run.console.poll("building the graph")
-    if options.format == "pt2":
-        return graphs.to_program(module, example, input_name=name)
-    return graphs.to_onnx(module, example, input_name=name, threads=run.compute.threads)
+
+def code_path(target: Path) -> Path:
+    """Where the module that reads a file of tensors lies: beside it."""
+    return target.with_suffix(".py")
 
 
-def _meta(options: ExportOptions, predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[str, Any]:
-    return {
-        "posterior": predictor.path.stem,
-        "method": predictor.header.meta.get("method"),
-        "integrator": choice.name,
-        "variant": choice.variant,
-        "settings": choice.settings,
-        "format": options.format,
-        "dtype": options.dtype,
-        "score": options.score,
-        "decide": options.decide,
-        "classes": list(split.content.classes),
-    }
+def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
+    """Lines for people."""
+    parity = metrics["parity"]
+    goes_in = ", ".join(
+        f"{one['name']} ({', '.join(map(str, one['shape']))}) {one['type']}"
+        for one in meta.get("inputs") or [meta["input"]]
+    )
+    lines = [
+        f"{meta['posterior']} ({meta['variant']}), {bytes_text(metrics['bytes'])}: {goes_in} -> "
+        + ", ".join(output["name"] for output in meta["outputs"]),
+        f"probabilities on {parity['split']} ({parity['rows']} rows) match predict to within "
+        f"{_each(parity['max_difference'])}",
+    ]
+    draws, is_shared = metrics["draws"], meta["variant"].startswith("logit-mc")
+    if draws is not None and (is_shared or draws["stored"] < draws["predict"]):
+        shared = ", shared by all inputs" if is_shared else ""
+        lines.append(f"draws: {draws['stored']} of predict's {draws['predict']}{shared}{_loss(metrics)}")
+    if "sets" in metrics:
+        sets = metrics["sets"]
+        lines.append(
+            f"sets of rule {_of_kind(meta, 'sets')}: {percent(sets['same'])} match predict; mean size "
+            f"{sets['size']:.2f} ({sets['size_of_predict']:.2f} in predict)"
+        )
+    for name, rule in meta["decisions"].items():
+        if rule["kind"] == "ood":
+            lines.append(
+                f"{name}: ood_score above {rule['outlier_above']:.6g} marks an outlier, with "
+                f"{percent(rule['false_alarm'])} false alarms"
+            )
+        if rule["kind"] == "risk":
+            least = rule["accept_largest_from"]
+            said = (
+                "accepts nothing"
+                if least is None
+                else f"accepts predictions with a largest probability of at least {least:.6g}"
+            )
+            lines.append(f"{name}: {said}, with a risk of {percent(rule['risk'])}")
+    if metrics["milliseconds"] is not None:
+        sizes = " / ".join(f"{size:,}" for size in SIZES)
+        each = "; ".join(f"{name} {_times(times)}" for name, times in metrics["milliseconds"].items())
+        lines.append(f"time for {sizes} inputs: {each}")
+    return lines
+
+
+def _each(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{value:.1e} ({name})" for name, value in values.items())
+
+
+def _loss(metrics: Mapping[str, Any]) -> str:
+    """What fewer draws lose, where there are labels."""
+    nll = metrics["nll"]
+    return "" if nll is None else f"; NLL {nll['export']:.4f}, {nll['predict']:.4f} with all ({nll['loss']:+.4f})"
+
+
+def _of_kind(meta: Mapping[str, Any], kind: str) -> str:
+    """The name of the rule of a kind."""
+    return next(name for name, rule in meta["decisions"].items() if rule["kind"] == kind)
+
+
+def _times(times: Mapping[str, float | None]) -> str:
+    return " / ".join(_time(times[str(size)]) for size in SIZES)
+
+
+def _time(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return "-"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"

@@ -21,6 +21,7 @@ from bnncli.options.command import COMPUTE, Argument, Command
 from bnncli.options.declaration import Checked, declaration, forms, option
 from bnncli.options.shared import EITHER, NO_NETWORK, check_corruption
 from bnncli.registry import check_name, has_name, names
+from bnncli.session.network import end
 from bnncli.session.network_fit import MISREAD, recorded_fit
 from bnncli.session.run import Result, Run, own_files
 from bnncli.system.input_files import convert_read_errors
@@ -157,12 +158,12 @@ class ExtractFeaturesOptions(Checked):
 
     @property
     def has_network(self) -> bool:
-        """Whether features come out of a network, and are not ready."""
+        """True where a network computes the features, False for ready features and flattened inputs."""
         return self.from_npz is None and self.model != NO_NETWORK
 
     @cached_property
     def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes; None where none are given. Raises UsageError for fewer than two, or one twice."""
+        """Return the names given by --classes, or None. Raises UsageError for fewer than two names, or a name twice."""
         return None if self.classes is None else _class_names(self.classes)
 
     def __post_init__(self) -> None:
@@ -193,7 +194,7 @@ class ExtractFeaturesOptions(Checked):
 
 
 def _class_names(text: str) -> tuple[str, ...]:
-    """The names of the classes in a file, one a line, or joined by commas. Raises UsageError for fewer than two, or one twice."""
+    """Read names from a file, one per line, or from a comma-separated list. Raises UsageError for fewer than two, or one twice."""
     path = Path(text).expanduser()
     if "\n" not in text and path.is_file():
         with convert_read_errors(path):
@@ -234,52 +235,50 @@ COMMAND = Command(
 
 
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
-    """Write a feature file for every split named, and the network as trained as the posterior `map`."""
+    """Write a feature file for every split, and the network as trained as the posterior `map`."""
     from bnncli.commands.extract_features.arrays import from_arrays
     from bnncli.commands.extract_features.network import lend_to_first
-    from bnncli.commands.extract_features.splits import own_model_told, saved_model, with_recorded
+    from bnncli.commands.extract_features.splits import fill_in_recorded, saved_model, suggest_own_model
 
-    options = with_recorded(run, options)
+    options = fill_in_recorded(run, options)
     saved = saved_model(run, options)
     has_own = own_files(saved, Path(run.arguments["ckpt"])) is not None
     run.is_named = options.from_npz is not None or options.model == NO_NETWORK or has_own
     if options.from_npz is not None:
         result = from_arrays(run, options)
-        _tell_fits(run, result, lambda name: "features or a head of another network")
+        _report_fits(run, result, lambda name: "features or a head of another network")
         return result
     others = worker_pool()
     if others is not None and not others.is_leader:
         return lend_to_first(run, options, saved, others)
-    with own_model_told(run, options):
+    with suggest_own_model(run, options):
         result = _from_network(run, options, saved)
     if others is not None:
-        from bnncli.session.network import end  # here, for torch
-
         end(others)
     return result
 
 
 def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Result:
-    """The features of the splits that go through the network, and that as the posterior `map`."""
+    """Run the network over the splits, and write it as the posterior `map`."""
     from bnncli.commands.extract_features.arrays import make_map
     from bnncli.commands.extract_features.network import NetworkExtraction
     from bnncli.commands.extract_features.splits import note_changed
 
-    def trained(first: FeatureFile, recorded: dict[str, Any] | None) -> list[Result]:
+    def map_of(first: FeatureFile, recorded: dict[str, Any] | None) -> list[Result]:
         return [] if options.model == NO_NETWORK else [make_map(run, options, first, recorded)]
 
     extraction = NetworkExtraction(run, options, saved)
     note_changed(run, extraction.requests)
-    result = extraction.result(also=trained)
-    _tell_fits(run, result, partial(_causes, extraction))
+    result = extraction.result(also=map_of)
+    _report_fits(run, result, partial(_causes, extraction))
     return result
 
 
-def _tell_fits(run: Run, result: Result, causes: Callable[[str], str]) -> None:
-    """Say how well the network fits each labelled split, and warn where its inputs or labels were probably misread.
+def _report_fits(run: Run, result: Result, causes: Callable[[str], str]) -> None:
+    """Report how well the network fits each labelled split. Warn where it probably misreads inputs or labels.
 
     Args:
-        causes: tells what may be wrong with the inputs of a split.
+        causes: returns what may be wrong with the inputs of a split.
     """
     written = [] if run.write.dry_run else [Path(one["path"]) for one in result.outputs if one["role"] != "map"]
     found = {path.stem: fit for path in written if (fit := recorded_fit(read_header(path))) is not None}
@@ -299,7 +298,7 @@ def _tell_fits(run: Run, result: Result, causes: Callable[[str], str]) -> None:
 
 
 def _causes(extraction: NetworkExtraction, name: str) -> str:
-    """Return what may be wrong with the inputs of a split of this kind of data."""
+    """Return what may be wrong with the inputs of a split."""
     split = next(one for one in extraction.splits if one.name == name)
     if split.preprocess.transform is None:
         first = next(iter(split.take(np.arange(1)).batches(1))).inputs

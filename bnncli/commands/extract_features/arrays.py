@@ -1,4 +1,4 @@
-"""Take features that another extractor made (`--from-npz`), and write the network as trained as posteriors/map.safetensors."""
+"""Take features from another extractor (`--from-npz`), and write the network as trained as posteriors/map.safetensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bnncli.artifacts.provenance import Source
 from bnncli.commands.extract_features.splits import (
     check_same_head,
     check_two_classes,
-    finished,
+    combine_results,
     head_of,
     hold_out_seed,
     likelihood_beside,
     note_changed,
-    publishable,
+    prepare_split,
     settle,
     split_request,
     without_rows,
@@ -31,6 +31,7 @@ from bnncli.likelihoods import BINARY, likelihood_of, name_to_record
 from bnncli.numerics.digests import json_sha256, tensor_digest
 from bnncli.options.declaration import check_split_name
 from bnncli.parameters.layouts import HeadLayout
+from bnncli.posteriors.point import Point
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import head_theta
 from bnncli.session.produce import Computed, Request, Work, produce
@@ -43,38 +44,85 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReadyHead:
-    """The head of --from-npz, and the logits it gives."""
+    """The head that comes with --from-npz."""
 
     weight: np.ndarray
     bias: np.ndarray | None
 
     @property
     def num_classes(self) -> int:
-        """Classes that its logits tell apart."""
+        """Return the number of classes; two for a single logit."""
         return likelihood_of(len(self.weight)).num_classes
 
     @property
     def digest(self) -> str:
-        """Identity of the head."""
+        """Return a digest of the weights."""
         parts = {"weight": self.weight, "bias": self.bias}
         return tensor_digest({name: part for name, part in parts.items() if part is not None})
 
     def logits(self, features: np.ndarray) -> np.ndarray:
-        """(n, K) float32."""
+        """Return logits (n, K) float32 of features (n, D)."""
         logits = features.astype(np.float64) @ self.weight.T.astype(np.float64)
         return (logits if self.bias is None else logits + self.bias).astype(np.float32)
+
+
+def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
+    """Write a feature file for every split of the npz file and, where a head is known, the network as trained."""
+    splits, arrays = open_ready_splits(options, seed=hold_out_seed(run))
+    if arrays.head_weight is None:
+        head = head_of_run(run, splits, arrays.num_features)
+    else:
+        head = ReadyHead(arrays.head_weight, arrays.head_bias)
+    names = [split.name for split in splits]
+    likelihood = arrays.likelihood
+    if options.task is None:
+        likelihood = likelihood_beside(run, likelihood, names, [split for split in splits if split.is_labeled])
+    widths = [split.num_labels for split in splits if split.num_labels is not None]
+    if head is None and options.task == BINARY:
+        likelihood = BINARY
+    if head is not None:
+        check_outputs(options.task, likelihood, len(head.weight))
+        num_classes = head.num_classes
+    elif widths:
+        num_classes = widths[0]
+    else:
+        num_classes = max([2, *(int(one.labels.max()) + 1 for one in arrays.splits.values() if one.labels is not None)])
+    check_two_classes(likelihood, num_classes)
+    requests = []
+    for split in splits:
+        params = {
+            "dtype": options.dtype,
+            "hold_out": split.held_out,
+            "seed": run.compute.seed if split.held_out else None,
+            "is_ood": split.is_ood,
+            **({} if likelihood is None else {"task": likelihood}),
+        }
+        digest = json_sha256([split.order_digest, None if head is None else head.digest, num_classes])
+        source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
+        requests.append(split_request(run, split.name, None, params, [source], len(split)))
+    note_changed(run, requests)
+    heads: dict[str, FeatureFile] = {}
+    works = [
+        Work(request, partial(_compute_split, run, options, split, head, num_classes, likelihood, names, heads))
+        for split, request in zip(splits, requests, strict=True)
+    ]
+
+    def also() -> list[Result]:
+        return [] if head is None else [make_map(run, options, head_of(run, names[0], heads), None)]
+
+    return combine_results(run, settle(run, works, also=also))
 
 
 def open_ready_splits(
     options: ExtractFeaturesOptions, *, seed: int
 ) -> tuple[list[data.InputSplit], data.FeatureArrays]:
-    """Every split of --from-npz FILE; --ood NAME marks one as out-of-distribution, --hold-out moves rows.
+    """Open every split of --from-npz FILE, train first.
 
     Args:
-        seed: chooses the rows that --hold-out moves.
+        seed: seed for the rows that --hold-out moves.
 
     Raises:
-        UsageError: --data, or other options that need a network; an unknown name.
+        UsageError: an option that needs a network, or an unknown split in --ood.
     """
     for flag, value in (
         ("--data", options.data),
@@ -119,13 +167,13 @@ def open_ready_splits(
 
 
 def head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> ReadyHead | None:
-    """The head of the run's other splits, for an npz file that has none; None where they have none.
+    """Return the head of the run's other splits, for an npz file without one; None where they have none.
 
     Raises:
-        DataError: it takes another number of features.
+        DataError: that head takes another number of features.
     """
-    made = {split.name for split in splits}
-    for name in [name for name in run.folder.splits() if name not in made]:
+    own = {split.name for split in splits}
+    for name in [name for name in run.folder.splits() if name not in own]:
         content = read_features(run.folder.features(name))
         if content.header is None or content.header.weights_digest is not None or content.head_weight is None:
             continue
@@ -141,88 +189,7 @@ def head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> R
     return None
 
 
-def make_map(
-    run: Run, options: ExtractFeaturesOptions, content: FeatureFile, checkpoint: dict[str, Any] | None
-) -> Result:
-    """The network as trained, as a posterior with all its mass at the head's weights."""
-    weight, bias = content.head_weight, content.head_bias
-    if weight is None:
-        return Result()
-    layout = HeadLayout(weight.shape[0], weight.shape[1], bias is not None, content.likelihood)
-    size = 16 * layout.num_params
-    target = run.folder.posterior("map")
-    params = {"last_layer": options.last_layer, **name_to_record(content.likelihood)}
-    source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
-    request = Request(
-        target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, lambda: size
-    )
-
-    def compute() -> Computed:
-        from bnncli.posteriors.point import Point  # here, for torch
-
-        theta = head_theta(weight, bias)
-        assert theta is not None
-        tensors, meta = Point(theta, layout).to_tensors()
-        meta |= {"method": "map", "param_layout": layout.to_json(), "classes": content.classes, "metrics": {}}
-        passes = None if checkpoint is None else gradient_passes(run.checkpoint_path)
-        meta |= {} if passes is None else {"gradient_passes": passes}
-
-        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-            return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
-
-        return Computed(publish)
-
-    return produce(run, request, compute)
-
-
-def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
-    """Write a feature file for every split of the npz file; the network as trained where a head is known."""
-    splits, arrays = open_ready_splits(options, seed=hold_out_seed(run))
-    if arrays.head_weight is None:
-        head = head_of_run(run, splits, arrays.num_features)
-    else:
-        head = ReadyHead(arrays.head_weight, arrays.head_bias)
-    names = [split.name for split in splits]
-    likelihood = arrays.likelihood
-    if options.task is None:
-        likelihood = likelihood_beside(run, likelihood, names, [split for split in splits if split.is_labeled])
-    widths = [split.num_labels for split in splits if split.num_labels is not None]
-    if head is None and options.task == BINARY:
-        likelihood = BINARY
-    if head is not None:
-        check_outputs(options.task, likelihood, len(head.weight))
-        num_classes = head.num_classes
-    elif widths:
-        num_classes = widths[0]
-    else:
-        num_classes = max([2, *(int(one.labels.max()) + 1 for one in arrays.splits.values() if one.labels is not None)])
-    check_two_classes(likelihood, num_classes)
-    requests = []
-    for split in splits:
-        params = {
-            "dtype": options.dtype,
-            "hold_out": split.held_out,
-            "seed": run.compute.seed if split.held_out else None,
-            "is_ood": split.is_ood,
-            **({} if likelihood is None else {"task": likelihood}),
-        }
-        digest = json_sha256([split.order_digest, None if head is None else head.digest, num_classes])
-        source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
-        requests.append(split_request(run, split.name, None, params, [source], len(split)))
-    note_changed(run, requests)
-    heads: dict[str, FeatureFile] = {}
-    works = [
-        Work(request, partial(_ready, run, options, split, head, num_classes, likelihood, names, heads))
-        for split, request in zip(splits, requests, strict=True)
-    ]
-
-    def also() -> list[Result]:
-        return [] if head is None else [make_map(run, options, head_of(run, names[0], heads), None)]
-
-    return finished(run, settle(run, works, also=also))
-
-
-def _ready(
+def _compute_split(
     run: Run,
     options: ExtractFeaturesOptions,
     split: data.InputSplit,
@@ -249,4 +216,36 @@ def _ready(
     heads[split.name] = without_rows(content)
     check_same_head(run, content, names, None, {})
     preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
-    return publishable(run, content, preprocess, None, split.order_digest, split.spec)
+    return prepare_split(run, content, preprocess, None, split.order_digest, split.spec)
+
+
+def make_map(
+    run: Run, options: ExtractFeaturesOptions, content: FeatureFile, checkpoint: dict[str, Any] | None
+) -> Result:
+    """Write the network as trained: a posterior with all its mass at the head's weights."""
+    weight, bias = content.head_weight, content.head_bias
+    if weight is None:
+        return Result()
+    layout = HeadLayout(weight.shape[0], weight.shape[1], bias is not None, content.likelihood)
+    size = 16 * layout.num_params
+    target = run.folder.posterior("map")
+    params = {"last_layer": options.last_layer, **name_to_record(content.likelihood)}
+    source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
+    request = Request(
+        target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, lambda: size
+    )
+
+    def compute() -> Computed:
+        theta = head_theta(weight, bias)
+        assert theta is not None
+        tensors, meta = Point(theta, layout).to_tensors()
+        meta |= {"method": "map", "param_layout": layout.to_json(), "classes": content.classes, "metrics": {}}
+        passes = None if checkpoint is None else gradient_passes(run.checkpoint_path)
+        meta |= {} if passes is None else {"gradient_passes": passes}
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+
+        return Computed(publish)
+
+    return produce(run, request, compute)

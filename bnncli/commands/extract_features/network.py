@@ -16,20 +16,20 @@ from bnncli.commands.extract_features.splits import (
     check_same_head,
     check_two_classes,
     class_names,
+    combine_results,
     data_notes,
-    finished,
     head_of,
     hold_out_seed,
     input_notes,
+    keep_unfinished,
     likelihood_of_splits,
     model_identity,
-    publishable,
+    prepare_split,
+    requested_shift,
     settle,
     shared_params,
-    shift_asked,
     split_request,
     transform_json,
-    unfinished_kept,
     without_rows,
 )
 from bnncli.data.pixels import Preprocess
@@ -42,6 +42,7 @@ from bnncli.models.head import Head, check_link
 from bnncli.names import listed, percent
 from bnncli.options.shared import NO_NETWORK
 from bnncli.progress import SILENT
+from bnncli.session import network as turns
 from bnncli.session.network import FeatureStore, Network, recorded_checkpoint
 from bnncli.session.network_fit import NetworkFit, fit_of, unlike_inputs
 from bnncli.session.produce import Computed, Request, Work
@@ -55,27 +56,18 @@ if TYPE_CHECKING:
     from bnncli.commands.extract_features import ExtractFeaturesOptions
 
 
-_TRIED_ROWS = 256
-_MUCH_BETTER = 0.2  # of accuracy: five standard errors or more of so many rows
+_TRIED_ROWS = 256  # to find a better scaling
+_MUCH_BETTER = 0.2  # gain in accuracy: at least five standard errors with that many rows
 _SCALINGS = (((0,), (1,)), ((0,), (255,)), ((0,), (1 / 255,)), ((0.5,), (0.5,)))  # mean and deviation
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-MUCH = 0.1  # of the logits' spread: more than that changes what a posterior says of an example
-
-
-def network_of(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Network:
-    """The network that was asked for, its checkpoint read. Raises what Network.of raises."""
-    assert options.model is not None
-    of, layer, output = options.model, options.last_layer, options.output
-    network = Network.of(run, of, options.model_arg, layer, saved, output, state=options.state)
-    network.autocast = options.autocast
-    return network
+_MUCH = 0.1  # loss of precision, relative to the logits' spread, above which predictions change visibly
 
 
 class NetworkFeatures:
-    """The network that was asked for, and the splits that go through it.
+    """An open network and the splits to run it over.
 
     Args:
-        opened: the network, where somebody has opened it already.
+        opened: the network, if it is open already.
     """
 
     def __init__(
@@ -94,12 +86,12 @@ class NetworkFeatures:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The checkpoint as provenance records it; None without one."""
+        """Return the checkpoint as provenance records it; None without one."""
         return self.network.record
 
     @cached_property
     def head(self) -> Head | None:
-        """The last layer, of which is said what is special about it; None for flatten. Raises UsageError where it cannot be for the task."""
+        """Return the last layer and note its peculiarities; None for flatten. Raises UsageError where it does not fit the task."""
         head = self.network.head(self.splits[0])
         if head is not None:
             check_outputs(self.options.task, self.likelihood, head.layout.num_outputs)
@@ -109,18 +101,18 @@ class NetworkFeatures:
         return head
 
     def close(self) -> None:
-        """No more features come: what an interrupted run needs to go on stays."""
+        """Close the stores, and keep what an interrupted run needs to resume."""
         for store in self._stores:
             store.close()
 
     def forget(self) -> None:
-        """All features are published: nothing of them is needed any more."""
+        """Remove the stores once all features are published."""
         for store in self._stores:
             store.remove()
 
     @cached_property
     def classes(self) -> list[str]:
-        """Names of the classes; without a head as many as the labels show."""
+        """Return the names of the classes; without a head, as many as the data show."""
         if self.head is not None:
             names = class_names(self.splits, self.head.layout.num_classes, self.network.saved, self.options.class_names)
             if isinstance(self.network.saved, PublishedModel) and self.network.saved.published_classes(len(names)) == (
@@ -130,12 +122,12 @@ class NetworkFeatures:
                     f"using the class names of the published weights: {listed(names, limit=3)}"
                 )
             return names
-        names = self._classes_shown()
+        names = self._classes_from_data()
         check_two_classes(self.likelihood, len(names))
         return names
 
-    def _classes_shown(self) -> list[str]:
-        """As many as the labels show."""
+    def _classes_from_data(self) -> list[str]:
+        """Return the classes that the options, the data's own names or the labels show."""
         if self.options.class_names is not None:
             return list(self.options.class_names)
         named = [split for split in self.splits if split.classes and not split.is_ood]
@@ -148,7 +140,7 @@ class NetworkFeatures:
         return [str(index) for index in range(max([2, *counts]))]
 
     def unread(self, split: InputSplit) -> FeatureFile:
-        """A split's file as far as it is known before any example goes through the network: the head and the classes, no rows and no labels."""
+        """Return a split's file as known before the network runs: with head and classes, without rows and labels."""
         head = self.head
         weight, bias = (None, None) if head is None else (head.weight, head.bias)
         return FeatureFile(
@@ -168,10 +160,13 @@ class NetworkFeatures:
     def features(
         self, split: InputSplit, request: Request
     ) -> tuple[FeatureFile, dict[str, Any], str | None, dict[str, Any] | None]:
-        """One split's features, what was done to its inputs, the name of the last layer, and what its inputs are like.
+        """Run the network over one split.
 
         Args:
-            request: what they are for, which an interrupted run must have been asked for too.
+            request: request for the features. An interrupted run resumes only for the same one.
+
+        Returns:
+            The features, the preprocessing of the inputs, the name of the last layer and statistics of the inputs.
         """
         options, head, unread = self.options, self.head, self.unread(split)
         store = FeatureStore(
@@ -191,7 +186,7 @@ class NetworkFeatures:
             dtype=options.dtype,
             store=store,
         )
-        self._say(split, whole)
+        self._report(split, whole)
         content = replace(
             unread,
             features=whole.features.numpy(),
@@ -220,9 +215,9 @@ class NetworkFeatures:
         return content, preprocess, None if head is None else head.name, statistics
 
     def better_scaling(self, split: InputSplit) -> str | None:
-        """Return the mean and deviation by which some rows of a misread split fit far better, in words; None without any.
+        """Describe a mean and deviation with which a misread split fits far better; None where there is none.
 
-        Looks at 256 images or fewer, six times: usual scalings, and the mean and deviation of these images themselves.
+        Tries the usual scalings, and the images' own mean and deviation, on at most 256 images.
         """
         rows = np.unique(np.linspace(0, len(split) - 1, num=_TRIED_ROWS).astype(np.int64))
         few, own = split.take(rows), split.preprocess
@@ -238,9 +233,9 @@ class NetworkFeatures:
         found = [(now, "")]
         for mean, std in texts:
             parsed = Preprocess.parse(mean=mean, std=std)
-            tried = replace(own, mean=parsed.mean, std=parsed.std)
+            scaled = replace(own, mean=parsed.mean, std=parsed.std)
             with suppress(BnnError):  # such as numbers that overflow
-                found.append((self._fit_of(replace(few, preprocess=tried)), f"\0mean\0 {mean} \0std\0 {std}"))
+                found.append((self._fit_of(replace(few, preprocess=scaled)), f"\0mean\0 {mean} \0std\0 {std}"))
         best, words = min(found, key=lambda pair: pair[0].nll)
         is_rescaled = now.is_of_another_scale and best.nll < best.uniform_nll / 2
         if not (best.nll < now.nll and (is_rescaled or best.accuracy >= now.accuracy + _MUCH_BETTER)):
@@ -249,7 +244,7 @@ class NetworkFeatures:
         return f"{words} gives {gain} on {len(rows)} rows of {split.name}"
 
     def _fit_of(self, split: InputSplit) -> NetworkFit:
-        """How the network fits a few labelled examples."""
+        """Return how well the network fits a few labelled examples."""
         head = self.head
         assert head is not None
         batches = self.network.batches(
@@ -274,12 +269,12 @@ class NetworkFeatures:
         assert fit is not None
         return fit
 
-    def _say(self, split: InputSplit, whole: ExtractedFeatures) -> None:
-        """What lower precision, padding, scaling and resampling changed; a warning where it is much."""
+    def _report(self, split: InputSplit, whole: ExtractedFeatures) -> None:
+        """Report what lower precision, padding, scaling and resampling changed, as a warning where it is much."""
         console, loss = self.network.run.console, whole.loss
         if loss is not None:
-            say = console.warn if loss.largest > MUCH * loss.spread else console.info
-            say(f"{split.name} in {self.options.autocast}: {loss}")
+            report = console.warn if loss.largest > _MUCH * loss.spread else console.info
+            report(f"{split.name} in {self.options.autocast}: {loss}")
         stored = getattr(split.dataset, "inputs", None)
         if self.network.spec.startswith("sklearn:") and getattr(stored, "dtype", None) == np.uint8:
             console.warn(
@@ -297,29 +292,13 @@ class NetworkFeatures:
             console.warn(warning)
 
 
-def _largest_label(split: InputSplit) -> int:
-    """The largest label of a split; a pass over the data where labels are known only when read."""
-    if split.labels is not None:
-        return int(split.labels.max())
-    return max(int(batch.labels.max()) for batch in split.batches(512) if batch.labels is not None)
-
-
-def _labels(split: InputSplit, whole: ExtractedFeatures) -> np.ndarray | None:
-    known = split.labels if split.labels is not None else _numpy(whole.labels)
-    return None if known is None or split.is_ood else known if known.ndim == 2 else known.astype(np.int64)
-
-
-def _numpy(tensor: Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.numpy()
-
-
 @dataclass
 class NetworkExtraction:
-    """Splits that a user named, and the network that they go through, which is opened when there is work for it.
+    """The splits to extract, and the network to run over them, which is opened when there is work for it.
 
     Attributes:
-        saved: the model of KIND:PLACE.
-        opened: the network, where somebody has opened it already.
+        saved: model named as KIND:PLACE, if any.
+        opened: the network, if it is open already.
     """
 
     run: Run
@@ -334,22 +313,22 @@ class NetworkExtraction:
 
     @cached_property
     def splits(self) -> list[data.InputSplit]:
-        """The data, opened and checked; train first. Raises what open_splits raises."""
+        """Return the splits, opened and checked, train first. Raises what open_splits raises."""
         return open_splits(
             self.options,
             self.saved,
             seed=hold_out_seed(self.run),
             memory=self._known,
             ood=self.options.ood,
-            shift=shift_asked(self.run, self.options),
+            shift=requested_shift(self.run, self.options),
             classes=self.options.class_names,
         )
 
     @cached_property
     def requests(self) -> list[Request]:
-        """What is asked for, a request for each split."""
+        """Return the request of each split."""
         run, begin = self.run, partial(check_network_file, self.options)
-        params = [self._params(one) for one in self.splits]  # which refuse labels, before a checkpoint is read
+        params = [self._params(one) for one in self.splits]  # refuses unfit labels before a checkpoint is read
         sources = [user_sources(self.options, one, self.saved) for one in self.splits]
         return [
             split_request(run, one.name, self._record, params, sources, len(one), begin)
@@ -357,10 +336,10 @@ class NetworkExtraction:
         ]
 
     def result(self, *, also: Callable[[FeatureFile, dict[str, Any] | None], list[Result]]) -> Result:
-        """The features of all splits, published together.
+        """Extract the features of all splits and publish them together.
 
         Args:
-            also: produces what else belongs with them, of the first split without its rows and the checkpoint's record.
+            also: produces further artifacts from the first split, without its rows, and the checkpoint's record.
         """
 
         def beside() -> list[Result]:
@@ -368,16 +347,16 @@ class NetworkExtraction:
 
         pairs = zip(self.splits, self.requests, strict=True)
         works = [Work(request, partial(self._extract, split, request)) for split, request in pairs]
-        with unfinished_kept(self._network):
+        with keep_unfinished(self._network):
             results = settle(self.run, works, also=beside)
         for warning in () if self.run.write.dry_run else unlike_inputs(self.run, [one.name for one in self.splits]):
             self.run.console.warn(warning)
         for split in self.splits if not self.run.write.dry_run else ():
             self._known(split.name).keep()
-        return finished(self.run, results)
+        return combine_results(self.run, results)
 
     def better_scaling(self, name: str) -> str | None:
-        """Return the scaling by which a misread split fits far better, where the network was opened for its features."""
+        """Describe a scaling with which a misread split fits far better; None without one, or if the network is not open."""
         split = next(one for one in self.splits if one.name == name)
         return self._network().better_scaling(split) if self._network.cache_info().currsize else None
 
@@ -386,7 +365,7 @@ class NetworkExtraction:
         return likelihood_of_splits(self.run, self.options, self.saved, self.splits)
 
     def _open_network(self) -> NetworkFeatures:
-        """The network that the splits go through, its checkpoint read."""
+        """Open the network, its checkpoint read, and start the other workers."""
         from bnncli.session.network import begin  # here, for torch
 
         if (others := worker_pool()) is not None and not self.run.write.dry_run:
@@ -395,14 +374,14 @@ class NetworkExtraction:
 
     @cached_property
     def _record(self) -> dict[str, Any] | None:
-        """The checkpoint as provenance records it, read where it is not the one of the run's features; None without one."""
+        """Return the checkpoint as provenance records it, or None. Read it only if the run's features record another one."""
         if self.options.model == NO_NETWORK:
             return None
         run = self.run
         recorded = recorded_checkpoint(run, own_files(self.saved, run.checkpoint_path), state=self.options.state)
         if recorded is None:
             names = {split.name for split in self.splits}
-            if not run.write.dry_run and not names & {*run.folder.splits()}:  # those may refuse, and that is said first
+            if not run.write.dry_run and not names & {*run.folder.splits()}:  # else the existing splits refuse first
                 check_network_file(self.options)
             recorded = self._network().record
         return recorded
@@ -416,16 +395,16 @@ class NetworkExtraction:
         check_same_head(run, network.unread(split), names, self._record, shared)
         content, preprocess, layer, statistics = network.features(split, request)
         self._heads[split.name] = without_rows(content)
-        check_same_head(run, content, names, self._record, shared)  # its labels too
+        check_same_head(run, content, names, self._record, shared)  # again, now with labels
         is_shifted = split.shift is not None
-        computed = publishable(
+        computed = prepare_split(
             run, content, preprocess, layer, split.order_digest, split.spec, is_shifted, statistics
-        )  # fmt: skip
+        )
         computed.summary.extend([*data_notes(split), *input_notes(split, content)])
         return computed
 
     def _params(self, split: data.InputSplit) -> dict[str, Any]:
-        """What changes the numbers of one split's features."""
+        """Return the parameters that change the numbers of one split's features."""
         options, seed = self.options, self.run.compute.seed
         return {
             **model_identity(options, self.saved),
@@ -443,13 +422,29 @@ class NetworkExtraction:
         }
 
 
-def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None, crew: Team) -> Result:
-    """Nothing of its own: writes no file, decides nothing, says nothing.
+def _largest_label(split: InputSplit) -> int:
+    """Return the largest label of a split. Takes a pass over the data where labels are known only when read."""
+    if split.labels is not None:
+        return int(split.labels.max())
+    return max(int(batch.labels.max()) for batch in split.batches(512) if batch.labels is not None)
 
-    The data are opened while the first process opens them, the network when that has work for it.
+
+def _labels(split: InputSplit, whole: ExtractedFeatures) -> np.ndarray | None:
+    known = split.labels if split.labels is not None else _numpy(whole.labels)
+    return None if known is None or split.is_ood else known if known.ndim == 2 else known.astype(np.int64)
+
+
+def _numpy(tensor: Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.numpy()
+
+
+def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None, crew: Team) -> Result:
+    """Compute features for the first process, as one of its workers. Writes and prints nothing.
+
+    Opens the data while the first process opens them, and the network when that has work for it.
 
     Raises:
-        BnnError: the data or the network cannot be opened, or are others than the first process has.
+        BnnError: the data or the network cannot be opened, or differ from those of the first process.
     """
     splits = open_splits(
         options,
@@ -457,10 +452,9 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         seed=hold_out_seed(run),
         memory=lambda name: DataFacts(run.folder.features(name)),
         ood=options.ood,
-        shift=shift_asked(run, options),
+        shift=requested_shift(run, options),
         classes=options.class_names,
     )
-    from bnncli.session import network as turns  # here, for torch
 
     if not turns.has_begun(crew):
         return Result()
@@ -481,3 +475,12 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         )
         turns.lend(batches, crew)
     return Result()
+
+
+def network_of(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Network:
+    """Open the network and read its checkpoint. Raises what Network.of raises."""
+    assert options.model is not None
+    of, layer, output = options.model, options.last_layer, options.output
+    network = Network.of(run, of, options.model_arg, layer, saved, output, state=options.state)
+    network.autocast = options.autocast
+    return network

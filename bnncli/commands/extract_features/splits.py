@@ -1,4 +1,4 @@
-"""The splits of extract-features: what the user named, checked against the run, requested and published."""
+"""Check the splits of extract-features against the model and the run, and publish them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,54 @@ if TYPE_CHECKING:
     from bnncli.commands.extract_features.network import NetworkFeatures
 
 
-def no_model(run: Run, options: ExtractFeaturesOptions) -> UsageError:
-    """The error of a command that names no network, with the line that would work where the checkpoint tells of one."""
+@contextmanager
+def suggest_own_model(run: Run, options: ExtractFeaturesOptions) -> Iterator[None]:
+    """Where CKPT is a complete model instead of weights, replace an error's hint by the command that runs the model."""
+    try:
+        yield
+    except BnnError as error:
+        line = _own_model_line(run, options) if error.path == str(run.arguments["ckpt"]) else None
+        if line is None:
+            raise
+        raise type(error)(error.message, hint=line.pasted(), code=error.code, path=error.path) from error
+
+
+# Options that need a network in code, and options that need inputs without the network's own preprocessing.
+_OF_CODE = ("model_arg", "last_layer", "output", "state", "base_model", "feature_node")
+_OF_ARRAYS = ("mean", "std", "resize", "crop")
+_WITH_TRANSFORM = ("hf", "peft", "timm")
+
+
+def _own_model_line(run: Run, options: ExtractFeaturesOptions) -> CommandLine | None:
+    """Return the command with CKPT as its own model; None where CKPT is not recognised or is named already."""
+    path = Path(run.arguments["ckpt"])
+    found = recognised_model(path) if path.exists() else None
+    if found is None or not is_kind(found[0]) or found[0] == options.model:
+        return None
+    if found[0].partition(":")[2] != str(path):  # CKPT holds weights for that network
+        return None
+    line = run.line.having("model", found[0])
+    for name in (*_OF_CODE, *(_OF_ARRAYS if found[0].partition(":")[0] in _WITH_TRANSFORM else ())):
+        line = line.having(name, None)
+    return line
+
+
+_OF_SAVED_MODELS = ("base_model", "feature_node")
+
+
+def saved_model(run: Run, options: ExtractFeaturesOptions) -> SavedModel | None:
+    """Open a model named as KIND:PLACE; return None for any other. Raises what open_model raises."""
+    if options.model is None and options.from_npz is None:
+        raise _no_model_error(run, options)
+    asked = {name: getattr(options, name) for name in _OF_SAVED_MODELS}
+    return opened_model(options.model, options.model_arg, **asked, allow_download=options.allow_download)
+
+
+def _no_model_error(run: Run, options: ExtractFeaturesOptions) -> UsageError:
+    """Return the error of a command without a network. Its hint is a command that works, if the checkpoint tells."""
     path = Path(run.arguments["ckpt"])
     is_complete = bool(options.data or options.ood)
-    trained = own_code_line(run)
+    trained = _own_code_line(run)
     if trained is not None:
         message = (
             f"{path.name} was trained with a network from your own code; to run it, name the network with \0model\0"
@@ -65,59 +108,25 @@ def no_model(run: Run, options: ExtractFeaturesOptions) -> UsageError:
     return UsageError(EITHER, hint=run.line.having("model", model).pasted() if is_complete else line)
 
 
-# Of a network in code, or of inputs whose preprocessing the network does not bring.
-_OF_CODE = ("model_arg", "last_layer", "output", "state", "base_model", "feature_node")
-_OF_ARRAYS = ("mean", "std", "resize", "crop")
-_WITH_TRANSFORM = ("hf", "peft", "timm")
-
-
-@contextmanager
-def own_model_told(run: Run, options: ExtractFeaturesOptions) -> Iterator[None]:
-    """Where CKPT is no weights inside the block but another model of its own, the error's hint is the line that runs it."""
-    try:
-        yield
-    except BnnError as error:
-        line = _own_line(run, options) if error.path == str(run.arguments["ckpt"]) else None
-        if line is None:
-            raise
-        raise type(error)(error.message, hint=line.pasted(), code=error.code, path=error.path) from error
-
-
-def _own_line(run: Run, options: ExtractFeaturesOptions) -> CommandLine | None:
-    """The command with the model that CKPT is; None where it is none but the one that was named, or cannot be told."""
-    path = Path(run.arguments["ckpt"])
-    found = recognised_model(path) if path.exists() else None
-    if found is None or not is_kind(found[0]) or found[0] == options.model:
+def _own_code_line(run: Run) -> CommandLine | None:
+    """Return the command with the user's own network that train recorded; None where the checkpoint records none."""
+    header = trained_header(Path(run.arguments["ckpt"]))
+    if header is None:
         return None
-    if found[0].partition(":")[2] != str(path):  # a network for its weights
-        return None
-    line = run.line.having("model", found[0])
-    for name in (*_OF_CODE, *(_OF_ARRAYS if found[0].partition(":")[0] in _WITH_TRANSFORM else ())):
-        line = line.having(name, None)
+    line = run.line
+    for name, value in _recorded_options(header).items():
+        line = line if line.gives(name) else line.having(name, value)
     return line
-
-
-_OF_SAVED_MODELS = ("base_model", "feature_node")
-# Options that change numbers, recorded where they are given.
-_WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "state", "autocast", "no_exif", "background")
-
-
-def saved_model(run: Run, options: ExtractFeaturesOptions) -> SavedModel | None:
-    """The model of KIND:PLACE, opened; None for any other. Raises what open_model raises."""
-    if options.model is None and options.from_npz is None:
-        raise no_model(run, options)
-    asked = {name: getattr(options, name) for name in _OF_SAVED_MODELS}
-    return opened_model(options.model, options.model_arg, **asked, allow_download=options.allow_download)
 
 
 def class_names(
     splits: list[data.InputSplit], num_classes: int, saved: SavedModel | None, given: tuple[str, ...] | None
 ) -> list[str]:
-    """Names of the classes: those given, else the model's, else the data's, else those of published weights, else 0, 1, 2, ...
+    """Return the names given, else the model's, the data's or the published weights', else 0, 1, 2, ...
 
     Raises:
-        UsageError: another number of names was given than the network has classes.
-        DataError: the model or the data name another number of classes than the network has.
+        UsageError: the number of given names is not that of the network's classes.
+        DataError: the number of the model's or the data's names is not that of the network's classes.
     """
     if given is not None:
         if len(given) != num_classes:
@@ -144,7 +153,7 @@ def class_names(
 
 
 def data_notes(split: data.InputSplit) -> list[str]:
-    """Return notes on a split's data: files left out, rows without labels, how names were numbered if the network names no classes, and columns that look like labels."""
+    """Return notes on files left out, rows without labels, how class names were numbered, and columns that look like labels."""
     note = getattr(split.dataset, "note", "")
     return [*([f"{split.name}: {note}"] if note else []), *_label_notes(split)]
 
@@ -153,15 +162,15 @@ def _label_notes(split: data.InputSplit) -> list[str]:
     if (order := data.alphabetical_numbering(split)) is not None:
         return [f"{order}; set another order with \0classes\0 FILE or a,b,c"]
     columns = "+".join(data.columns_of_classes(split))
-    told = (
-        "no label columns were named, but some columns have the model's class names; to use them as labels, add "
-        f"label={columns}"
+    note = (
+        f"{split.name}: no label columns were named, but some columns have the model's class names; to use them as "
+        f"labels, add label={columns}"
     )
-    return [f"{split.name}: {told}"] if columns else []
+    return [note] if columns else []
 
 
 def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
-    """What the model's own preprocessing did not do to a split, a line each: texts and clips that it cut, arrays that it does not take."""
+    """Return notes on inputs that the model's own preprocessing truncated or passed through."""
     transform = split.preprocess.transform
     if transform is None:
         return []
@@ -182,13 +191,84 @@ def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
     ]
 
 
-def transform_json(saved: SavedModel | None) -> dict[str, Any]:
-    """What the model's own preprocessing does, for params and provenance; empty without one."""
-    return {} if saved is None or saved.transform is None else {"transform": saved.transform.to_json()}
+def likelihood_of_splits(
+    run: Run,
+    options: ExtractFeaturesOptions,
+    saved: SavedModel | None,
+    splits: list[data.InputSplit],
+) -> str | None:
+    """Return the likelihood's name, from --task, the model, the labels or the run's other splits.
+
+    Raises:
+        DataError: labels contradict the task, or fit several.
+    """
+    labels = {split.spec: split.shown_labels for split in splits if split.is_labeled}
+    model_task = None if saved is None or options.task is not None else saved.task
+    task = options.task or (MULTILABEL if model_task == MULTILABEL else None)
+    if model_task is not None:
+        _check_model_task(model_task, labels)
+    found = data.common_task(labels, task)
+    if task == BINARY and options.model == NO_NETWORK:
+        return BINARY
+    return found if task is not None else likelihood_beside(run, found, [split.name for split in splits], labels)
+
+
+def _check_model_task(task: str, labels: Mapping[str, np.ndarray | None]) -> None:
+    """Raise DataError where the labels do not fit the task that the model was trained for."""
+    for where, array in labels.items():
+        if task == MULTILABEL and array is not None and array.ndim == 1:
+            raise DataError(
+                f"{where}: examples have one class, but the model was trained for several labels",
+                hint="name one column per label (label=A+B), or add \0task\0 multiclass",
+                code="bad_labels",
+            )
+        if task == "multiclass" and data.is_multi_label(array):
+            raise DataError(
+                f"{where}: examples have several labels, but the model was trained for one class",
+                hint=f"add \0task\0 {MULTILABEL} to treat each output as its own label",
+                code="bad_labels",
+            )
+
+
+def likelihood_beside(run: Run, found: str | None, names: Collection[str], labels: Collection[object]) -> str | None:
+    """Return the likelihood `found` from the labels, if there are any, else that of the run's other splits."""
+    of_run = likelihood_of_run(run, names)
+    return found if labels and of_run != BINARY else of_run
+
+
+def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
+    """Return the likelihood's name that a run's other splits record; None where they record none."""
+    for name in run.folder.splits():
+        if name not in without:
+            try:
+                found = recorded_name(read_header(run.folder.features(name)).meta)
+            except NOT_OF_CONTENT:
+                raise
+            except BnnError:  # reported by commands that use that split
+                continue
+            if found is not None:
+                return found
+    return None
+
+
+def check_two_classes(likelihood: str | None, num_classes: int) -> None:
+    """Raise UsageError where the task is binary and there are not two classes."""
+    if likelihood == BINARY and num_classes != 2:
+        raise UsageError(f"\0task\0 binary: expected labels 0 and 1; got {num_classes} classes")
+
+
+def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None, likelihood: str | None) -> dict[str, Any]:
+    """Return the options that all splits of a run must share."""
+    own = {**model_identity(options, saved), "task": likelihood}
+    return {name: own[name] if name in own else getattr(options, name, None) or None for name in SHARED_PARAMS}
+
+
+# Options that change numbers, recorded where they are given.
+_WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "state", "autocast", "no_exif", "background")
 
 
 def model_identity(options: ExtractFeaturesOptions, saved: SavedModel | None) -> dict[str, Any]:
-    """What of the network's definition changes numbers: its name, arguments, layer and preprocessing."""
+    """Return what defines the network: its name, arguments, layer and preprocessing."""
     return {
         "model": options.model,
         "model_arg": sorted(options.model_arg),
@@ -199,85 +279,18 @@ def model_identity(options: ExtractFeaturesOptions, saved: SavedModel | None) ->
     }
 
 
-def likelihood_of_splits(
-    run: Run,
-    options: ExtractFeaturesOptions,
-    saved: SavedModel | None,
-    splits: list[data.InputSplit],
-) -> str | None:
-    """The likelihood by name that the splits ask for; else what the model says, or the run's other splits.
-
-    Raises:
-        DataError: labels that are not what was said, or that may be several things.
-    """
-    labels = {split.spec: split.shown_labels for split in splits if split.is_labeled}
-    told = None if saved is None or options.task is not None else saved.task
-    task = options.task or (MULTILABEL if told == MULTILABEL else None)
-    if told is not None:
-        _check_model_is_for(told, labels)
-    found = data.common_task(labels, task)
-    if task == BINARY and options.model == NO_NETWORK:
-        return BINARY
-    return found if task is not None else likelihood_beside(run, found, [split.name for split in splits], labels)
-
-
-def _check_model_is_for(told: str, labels: Mapping[str, np.ndarray | None]) -> None:
-    """Raise DataError where what a model says that it was made for is not what the labels are, and nobody said a task."""
-    for where, array in labels.items():
-        if told == MULTILABEL and array is not None and array.ndim == 1:
-            raise DataError(
-                f"{where}: examples have one class, but the model was trained for several labels",
-                hint="name one column per label (label=A+B), or add \0task\0 multiclass",
-                code="bad_labels",
-            )
-        if told == "multiclass" and data.is_multi_label(array):
-            raise DataError(
-                f"{where}: examples have several labels, but the model was trained for one class",
-                hint=f"add \0task\0 {MULTILABEL} to treat each output as its own label",
-                code="bad_labels",
-            )
-
-
-def likelihood_beside(run: Run, found: str | None, names: Collection[str], labels: Collection[object]) -> str | None:
-    """What splits of these names are of by their labels, if they have any, and by what the run's others are: nobody said a task."""
-    of_run = likelihood_of_run(run, names)
-    return found if labels and of_run != BINARY else of_run
-
-
-def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
-    """The likelihood by name of a run's other splits; None where the number of outputs says it, or there are none."""
-    for name in run.folder.splits():
-        if name not in without:
-            try:
-                found = recorded_name(read_header(run.folder.features(name)).meta)
-            except NOT_OF_CONTENT:
-                raise
-            except BnnError:  # said where that split is asked for
-                continue
-            if found is not None:
-                return found
-    return None
-
-
-def check_two_classes(likelihood: str | None, num_classes: int) -> None:
-    """Raise UsageError where one logit is to tell apart other than two classes."""
-    if likelihood == BINARY and num_classes != 2:
-        raise UsageError(f"\0task\0 binary: expected labels 0 and 1; got {num_classes} classes")
-
-
-def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None, likelihood: str | None) -> dict[str, Any]:
-    """The options that all splits of a run must share."""
-    own = {**model_identity(options, saved), "task": likelihood}
-    return {name: own[name] if name in own else getattr(options, name, None) or None for name in SHARED_PARAMS}
+def transform_json(saved: SavedModel | None) -> dict[str, Any]:
+    """Return the model's own preprocessing for params and provenance; empty without one."""
+    return {} if saved is None or saved.transform is None else {"transform": saved.transform.to_json()}
 
 
 def hold_out_seed(run: Run) -> int:
-    """What chooses the rows that --hold-out moves."""
+    """Return the seed for the rows that --hold-out moves."""
     return stream_seed(run.compute.seed, "extract-features/hold-out")
 
 
-def shift_asked(run: Run, options: ExtractFeaturesOptions) -> Shift | None:
-    """What is to be done to the images of the splits; None for nothing."""
+def requested_shift(run: Run, options: ExtractFeaturesOptions) -> Shift | None:
+    """Return the rotation or corruption of the images; None without one."""
     return shift_of({"rotate": options.rotate, "corrupt": options.corrupt, "seed": run.compute.seed})
 
 
@@ -290,10 +303,10 @@ def split_request(
     num_examples: int,
     begin: Callable[[], object] = lambda: None,
 ) -> Request:
-    """The request for one split's features.
+    """Return the request for one split's features.
 
     Args:
-        begin: called first where the features have to be made.
+        begin: called before features are computed.
     """
     target = run.folder.features(name)
     return Request(
@@ -309,7 +322,7 @@ def split_request(
     )
 
 
-def publishable(
+def prepare_split(
     run: Run,
     content: FeatureFile,
     preprocess: dict[str, Any],
@@ -319,7 +332,7 @@ def publishable(
     is_shifted: bool = False,
     input_statistics: dict[str, Any] | None = None,
 ) -> Computed:
-    """A feature split that has passed its own check and fits the run's other splits, with how well the network fits its labels."""
+    """Check a split, measure how well the network fits its labels, and return it ready to be published."""
     target = run.folder.features(content.name)
     check_split(target, content)
     check_free_space(target.parent, content.features.nbytes)
@@ -347,17 +360,17 @@ def publishable(
 
 
 def without_rows(content: FeatureFile) -> FeatureFile:
-    """A split's head, classes and width, without its examples."""
+    """Return a split's head, classes and width, without its examples."""
     return replace(content, features=content.features[:0].copy(), labels=None, names=None, sample_id=np.empty(0))
 
 
 def head_of(run: Run, split: str, made: Mapping[str, FeatureFile]) -> FeatureFile:
-    """The head of a split: as this command has made it, or as it was there."""
+    """Return a split with its head, as this command made it or as the run has it."""
     return made[split] if split in made else read_features(run.folder.features(split))
 
 
-def finished(run: Run, results: list[Result]) -> Result:
-    """All results as one; warns where two splits of the run share rows."""
+def combine_results(run: Run, results: list[Result]) -> Result:
+    """Return all results as one. Warn where two splits of the run share rows."""
     total = Result()
     for result in results:
         total.add(result)
@@ -370,17 +383,17 @@ def finished(run: Run, results: list[Result]) -> Result:
 
 
 def note_changed(run: Run, requests: Sequence[Request]) -> None:
-    """Note every request whose data are not those of the features that are there, before any of them is worked on."""
+    """Leave a note beside existing features of other data, before any of them are replaced."""
     for request in requests:
         if is_of_other_data(request):
             _note(run, request, UNFINISHED)
 
 
 def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]]) -> list[Result]:
-    """What `produce_together` gives; the notes of the requests for features say why where it raises, else they are gone.
+    """Produce all works together and remove the notes; on an error, record it in the notes.
 
-    While the files take their names, a note lies beside each that is replaced: a command that ends in between leaves
-    splits of two requests, and each then tells of which it is.
+    While the files take their names, a note lies beside each file that is replaced. If the command is killed in between, the splits
+    come from two requests, and the notes tell which is which.
     """
     requests = [work.request for work in works if work.request.kind == "features"]
     digests = {one.target: request_digest(one.params, one.sources) for one in requests}
@@ -397,7 +410,7 @@ def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]])
         results = produce_together(run, works, also=also, before=before)
     except BnnError as error:
         if all(_inode(target) == number for target, number in earlier.items()):  # no file has its name
-            _say_why(run, requests, error.message, noted=earlier)
+            _note_failures(run, requests, error.message, noted=earlier)
         raise
     if not run.write.dry_run:
         for request in requests:
@@ -406,12 +419,11 @@ def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]])
 
 
 def _inode(target: Path) -> int | None:
-    """Which file has a name."""
     return target.stat().st_ino if target.exists() else None
 
 
-def _say_why(run: Run, requests: Sequence[Request], reason: str, *, noted: Collection[Path]) -> None:
-    """Note why newer data did not come through; a note about anything else is not needed, as nothing was changed."""
+def _note_failures(run: Run, requests: Sequence[Request], reason: str, *, noted: Collection[Path]) -> None:
+    """Record in the notes why newer data were not extracted, and remove notes about anything else."""
     for request in requests:
         if is_of_other_data(request):
             _note(run, request, reason)
@@ -420,39 +432,35 @@ def _say_why(run: Run, requests: Sequence[Request], reason: str, *, noted: Colle
 
 
 def is_of_other_data(request: Request) -> bool:
-    """Whether there are features, of other data than those that are asked for."""
+    """True where features of other data than requested exist."""
     if not request.target.is_file():
         return False
     try:
         header = read_header(request.target)
     except NOT_OF_CONTENT:
         raise
-    except BnnError:  # nothing can be made of them
+    except BnnError:  # no readable features
         return False
     then = {entry["role"]: entry["content_digest"] for entry in header.inputs}
     return any(then.get(one.role) != one.content_digest for one in request.sources if one.role.startswith("data."))
 
 
 def _note(run: Run, request: Request, reason: str) -> None:
-    if not run.write.dry_run:
-        digest = request_digest(request.params, request.sources)
-        _try(run, lambda: write_note(request.target, reason=spelled(reason), request=digest))
-
-
-def _try(run: Run, write: Callable[[], None]) -> None:
-    """Write a note; where that fails, what the command itself says matters more."""
+    if run.write.dry_run:
+        return
+    digest = request_digest(request.params, request.sources)
     try:
-        write()
-    except BnnError as error:
+        write_note(request.target, reason=spelled(reason), request=digest)
+    except BnnError as error:  # the command's own error matters more
         run.console.warn(f"cannot record that newer data were requested: {error.message}")
 
 
 @contextmanager
-def unfinished_kept(network: _lru_cache_wrapper[NetworkFeatures]) -> Iterator[None]:
-    """Around the work and its publication: what was not published stays where --resume finds it, and nothing else.
+def keep_unfinished(network: _lru_cache_wrapper[NetworkFeatures]) -> Iterator[None]:
+    """Keep what is not published for --resume, and remove it once the block has published everything.
 
     Args:
-        network: opens it when there is work for it, and knows then that it was.
+        network: cached function that opens the network.
     """
     try:
         yield
@@ -463,23 +471,23 @@ def unfinished_kept(network: _lru_cache_wrapper[NetworkFeatures]) -> Iterator[No
         network().forget()
 
 
-_TOLD = {None: "one class per example", MULTILABEL: "several labels per example", BINARY: "two classes from one logit"}
+_TASKS = {None: "one class per example", MULTILABEL: "several labels per example", BINARY: "two classes from one logit"}
 
 
 def check_same_head(
     run: Run, content: FeatureFile, names: list[str], record: dict[str, Any] | None, shared: dict[str, Any]
 ) -> None:
-    """Splits of a run that this command does not make have its head, classes and preprocessing, unless they are stale.
+    """Check that the run's other splits, unless stale, have the same head, classes and preprocessing.
 
     Raises:
-        DataError: they have other ones.
+        DataError: they differ.
     """
     weights_digest = record["weights_digest"] if record else None
     for name in sorted({*run.folder.splits()} - {*names}):
         path = run.folder.features(name)
         header = read_header(path)
         if header.weights_digest == weights_digest and recorded_name(header.meta) != content.likelihood:
-            there, here = (_TOLD[one] for one in (recorded_name(header.meta), content.likelihood))
+            there, here = (_TASKS[one] for one in (recorded_name(header.meta), content.likelihood))
             raise DataError(
                 f"split {name!r} of this run has {there}, but the new one has {here}",
                 code="mixed_options",
@@ -508,19 +516,19 @@ def check_same_head(
     run_classes(run.folder, content, weights_digest=weights_digest, without=names)
 
 
-def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesOptions:
-    """The options with the network that the checkpoint was trained as, and its preprocessing, where no network is named.
+def fill_in_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesOptions:
+    """Fill in the network and preprocessing that the checkpoint records, where no network is named.
 
-    What a file names is never run as code: of a network by code the user is asked. Warns where a network that is named gets
-    inputs of another preprocessing than it was trained with.
+    Names in a file are never run as code: the user has to name a network of their own. Warns where a named network gets inputs with
+    other preprocessing than in training.
     """
     header = trained_header(Path(run.arguments["ckpt"])) if options.from_npz is None else None
     if header is None:
         return options
-    recorded = _recorded(header)
+    recorded = _recorded_options(header)
     if options.model is None and recorded["model"] in own_names("networks"):
         given = {name: getattr(options, name) for name in (*PREPROCESSING, "model_arg")}
-        run.console.info(f"{header.path.name} was trained with {_said(recorded)}")
+        run.console.info(f"{header.path.name} was trained with {_describe(recorded)}")
         return replace(options, **{name: value for name, value in recorded.items() if not given.get(name)})
     if options.model is not None:
         differing = [name for name in PREPROCESSING if getattr(options, name) != recorded[name]]
@@ -532,25 +540,14 @@ def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesO
     return options
 
 
-def own_code_line(run: Run) -> CommandLine | None:
-    """The command with the network of the user's own code that train recorded; None where the checkpoint records none."""
-    header = trained_header(Path(run.arguments["ckpt"]))
-    if header is None:
-        return None
-    line = run.line
-    for name, value in _recorded(header).items():
-        line = line if line.gives(name) else line.having(name, value)
-    return line
-
-
-def _recorded(header: Header) -> dict[str, Any]:
+def _recorded_options(header: Header) -> dict[str, Any]:
     with interpreting(header.path):
         params = header.provenance["params"]
         return {name: params[name] for name in RECORDED_NETWORK}
 
 
-def _said(recorded: dict[str, Any]) -> str:
-    """The network and the preprocessing in words."""
+def _describe(recorded: dict[str, Any]) -> str:
+    """Describe the network and its preprocessing."""
     words = [str(recorded["model"]), *map(str, recorded["model_arg"])]
     words += [f"{name} {recorded[name]}" for name in PREPROCESSING if recorded[name] is not None]
     return ", ".join(words)

@@ -1,7 +1,6 @@
 """fit-laplace: fit a Gaussian posterior to the last layer or to other layers.
 
-The last layer is fitted in last_layer.py, other layers in network.py.
-"""
+The last layer is fitted in last_layer.py, other layers in network.py."""
 
 from __future__ import annotations
 
@@ -15,6 +14,8 @@ from bnncli import registry
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import UsageError, WriteError
+from bnncli.figures import render
+from bnncli.figures.fits import draw_prior_precision
 from bnncli.inference import memory
 from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS, NUM_FOLDS
 from bnncli.inference.prior_search import search_size
@@ -22,7 +23,6 @@ from bnncli.names import percent
 from bnncli.options.command import COMPUTE, Command, NameOptions
 from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.shared import LayersOptions
-from bnncli.parameters.layouts import MatrixLayout
 from bnncli.registry import declaring
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, load_split
@@ -46,16 +46,13 @@ LOO = "loo"
 
 
 def _named(family: str) -> str:
-    """The structures of a family, each with a few words where it has some."""
+    """List the structures of a family, each with its description."""
     about = {name: registry.declared(family, name, "about") for name in registry.in_order(family)}
     return "; ".join(f"{name} ({text})" if text else name for name, text in about.items())
 
 
 def _structures() -> tuple[str, ...]:
-    every = (
-        name for family in reversed(_FAMILIES) for name in registry.in_order(family)
-    )  # all that the last layer has too
-    return "auto", *dict.fromkeys(every)
+    return "auto", *dict.fromkeys(name for family in reversed(_FAMILIES) for name in registry.in_order(family))
 
 
 def _structure_help() -> str:
@@ -224,7 +221,7 @@ class FitLaplaceOptions(LayersOptions):
                 )
 
     def _check_subnetwork(self) -> None:
-        """Which parameters vary must not depend on the precision that is looked for."""
+        """Refuse a search under which the set of varying parameters would depend on the precision it tries."""
         if self.bias_precision != "same" and self.prior_precision in ("auto", "val", "marglik"):
             raise UsageError(
                 "\0structure\0 subnetwork: with \0bias_precision\0 the weights' precision decides which "
@@ -238,21 +235,21 @@ class FitLaplaceOptions(LayersOptions):
 
     @property
     def has_left_out(self) -> bool:
-        """Whether the loss of a left-out example is known without another fit."""
+        """True where leave-one-out losses need no further fits."""
         return self.is_last_layer and self.own_center == "mode"
 
     @property
     def curvature_choice(self) -> CurvatureChoice:
-        """What H is, and what is kept of it."""
+        """Return the kind of curvature and the sizes of its low-rank and subnetwork structures."""
         return CurvatureChoice(self.curvature, self.rank or DEFAULT_RANK, self.size or DEFAULT_SIZE)
 
     @property
     def own_center(self) -> str:
-        """mode or checkpoint."""
+        """Return mode or checkpoint, with the default filled in."""
         return self.center or ("mode" if self.is_last_layer else "checkpoint")
 
     def params(self) -> dict[str, Any]:
-        """The options that change numbers."""
+        """Return the options that change numbers."""
         found = {**super().params(), "center": self.own_center, **self.layers_params}
         if not self.is_last_layer:
             found["curvature"] = self.curvature
@@ -272,8 +269,17 @@ class FitLaplaceOptions(LayersOptions):
 
     @property
     def own_bias_precision(self) -> float | None:
-        """The number that --bias-precision gives; None for the weights'."""
+        """Return the number given by --bias-precision; None where biases share the weights' precision."""
         return None if self.bias_precision == "same" else float(self.bias_precision)
+
+    def params_of_fit(self, criterion: str, seed: int) -> dict[str, Any]:
+        """Return the parameters that identify a fit: options and seed, with given precisions as numbers."""
+        params = {**self.params(), "seed": seed}
+        if criterion == "number":
+            params["prior_precision"] = float(self.prior_precision)
+        if self.own_bias_precision is not None:
+            params["bias_precision"] = self.own_bias_precision
+        return params
 
 
 COMMAND = Command(
@@ -293,17 +299,9 @@ COMMAND = Command(
     place=30,
 )
 
-_BETTER = "a val split of data that the network was not trained on would be better (--hold-out val=test:2000)"
-WITHOUT_VAL = {
-    LOO: "no labelled val split: choosing the prior precision by leave-one-out on train, although its labels may "
-    f"have shaped the features; {_BETTER}",
-    "marglik": "no labelled val split: choosing the prior precision by the marginal likelihood, which may prefer far too "
-    f"weak priors if the features were trained on the same data; {_BETTER}",
-}
-
 
 def run(run: Run, options: FitLaplaceOptions) -> Result:
-    """Fit and publish; the result's metrics say what was chosen."""
+    """Fit and publish the posterior. The result's metrics record the prior precision and the structure chosen."""
     from bnncli.commands.fit_laplace.network import prepare_network
 
     train = load_fitted(run, options.fit_on)
@@ -322,19 +320,51 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     return result
 
 
+_BETTER = "a val split of data that the network was not trained on would be better (--hold-out val=test:2000)"
+_WITHOUT_VAL = {
+    LOO: "no labelled val split: choosing the prior precision by leave-one-out on train, although its labels may "
+    f"have shaped the features; {_BETTER}",
+    "marglik": "no labelled val split: choosing the prior precision by the marginal likelihood, which may prefer far too "
+    f"weak priors if the features were trained on the same data; {_BETTER}",
+}
+
+
+def _criterion(run: Run, options: FitLaplaceOptions, train: Split) -> str:
+    """Return how the prior precision is chosen: number, val, loo or marglik."""
+    criterion, num_outputs = options.prior_precision, train.layout.num_outputs
+    if options.precision_per == "layer":
+        return "marglik"
+    if criterion == "auto" and has_labeled_val(run):
+        return "val"
+    if criterion == "auto":
+        criterion = LOO if options.has_left_out and num_outputs <= MOST_LEFT_OUT else "marglik"
+        run.console.warn(_WITHOUT_VAL[criterion])
+    elif criterion == LOO and num_outputs > MOST_LEFT_OUT:
+        raise UsageError(f"--prior-precision loo: expected at most {MOST_LEFT_OUT} outputs; the head has {num_outputs}")
+    return criterion if criterion in ("val", LOO, "marglik") else "number"
+
+
 def _last_layer(
     run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
 ) -> tuple[Request, Callable[[], Fitted]]:
-    """The request for a posterior over the last layer, and what fits it."""
-    from bnncli.commands.fit_laplace.last_layer import structure_to_fit, warn_of_missing_classes
+    """Return the request for a posterior over the last layer, and the function that fits it."""
+    from bnncli.commands.fit_laplace.last_layer import fit_last_layer, structure_to_fit, warn_of_missing_classes
 
-    span = _span(options, train, run)
-    known: dict[str, Any] = {"num_examples": len(train.content.features), "is_search": criterion != "number"}
+    # With fewer examples than features, the mode lies in the span of the features. A checkpoint's head need not.
+    is_at_mode = options.own_center == "mode"
+    span = span_to_fit(run, train, structure=options.structure, num_draws=NUM_DRAWS) if is_at_mode else None
     whole = train.layout if span else None
 
     @cache
     def structure() -> str:
-        return structure_to_fit(options.structure, span or train.layout, run, whole=whole, **known)
+        return structure_to_fit(
+            options.structure,
+            span or train.layout,
+            run,
+            num_examples=len(train.content.features),
+            is_search=criterion != "number",
+            whole=whole,
+        )
 
     if options.own_bias_precision is not None and not train.layout.has_bias:
         raise UsageError("--bias-precision: the head has no bias")
@@ -342,12 +372,6 @@ def _last_layer(
         raise UsageError("--center checkpoint: this run has only features, no network; use --center mode")
     if options.prior_mean == "checkpoint" and train.content.head_weight is None:
         raise UsageError("--prior-mean checkpoint: this run has only features, no network; use --prior-mean zero")
-    sources = unique_sources(train, val)
-    params = {**options.params(), "seed": run.compute.seed}
-    if criterion == "number":
-        params["prior_precision"] = float(options.prior_precision)
-    if options.own_bias_precision is not None:
-        params["bias_precision"] = options.own_bias_precision
     if len(train.content.features) < train.layout.num_features:
         run.console.warn(
             f"there are fewer training examples ({len(train.content.features)}) than features "
@@ -364,24 +388,22 @@ def _last_layer(
     request = posterior_request(
         run,
         "laplace",
-        params=params,
+        params=options.params_of_fit(criterion, run.compute.seed),
         algo_rev=_revisions.of_laplace(in_span=span is not None),
-        sources=sources,
+        sources=unique_sources(train, val),
         checkpoint=train.checkpoint,
         estimated_bytes=lambda: memory.stored_bytes(structure(), span or train.layout, whole=whole) + folds_bytes,
         require=require,
     )
 
     def fit() -> Fitted:
-        from bnncli.commands.fit_laplace import last_layer
-
-        return last_layer.fit_last_layer(run, options, criterion, structure(), train, val, in_span=span is not None)
+        return fit_last_layer(run, options, criterion, structure(), train, val, in_span=span is not None)
 
     return request, fit
 
 
 def _require_folds(run: Run, fitted: Split) -> None:
-    """Pass where the features that a search reads have room once for each fold. Raises DeviceError otherwise."""
+    """Raise DeviceError where memory cannot hold one copy per fold of the features that the search reads."""
     num_examples, num_features = fitted.content.features.shape
     layout = fitted.layout
     searched = search_size(
@@ -395,53 +417,13 @@ def _require_folds(run: Run, fitted: Split) -> None:
     )
 
 
-def _plot(run: Run, path: Path, artifact: Path) -> Result:
-    """The figure of the search that the artifact has stored, drawn anew whether it was fitted now or before."""
-    role = f"{artifact.stem}.plot"
-    if run.write.dry_run:
-        size = 1 << 17
-        output: dict[str, Any] = {"role": role, "path": str(path), "planned": "compute", "estimated_bytes": size}
-        return Result("planned", [output], lines=[f"draw: {path}"])
-    from bnncli.figures import render
-    from bnncli.figures.fits import draw_prior_precision
+def _report(run: Run, path: Path, meta: Mapping[str, Any]) -> Report:
+    """Return the metrics, the search's curve and the summary. Warn where the posterior scores worse than the network."""
+    from bnncli.commands.fit_laplace.last_layer import warn_of_val
 
-    meta = read_header(artifact).meta
-    figure = draw_prior_precision(
-        [(precision, value) for precision, value in meta["curve"]],
-        criterion=meta["criterion"],
-        at_edge=meta["metrics"]["prior_precision_at_edge"],
-        network=meta["metrics"]["val_nll_network"] if meta["criterion"] == "val" else None,
-    )
-    try:
-        digest = write_figure(path, render(figure, path.suffix[1:].lower()))
-    except WriteError as error:
-        message = f"--plot: cannot write {path}; {artifact} is complete, and --plot FILE draws it without fitting again"
-        raise WriteError(message, hint=error.hint, path=path) from None
-    return Result("", [{"role": role, "path": str(path), "content_digest": digest}])
-
-
-def _criterion(run: Run, options: FitLaplaceOptions, train: Split) -> str:
-    """number, val, loo or marglik: how the prior precision is chosen."""
-    wanted = options.prior_precision
-    if options.precision_per == "layer":
-        return "marglik"
-    if wanted == "auto" and has_labeled_val(run):
-        return "val"
-    if wanted == "auto":
-        wanted = LOO if options.has_left_out and train.layout.num_outputs <= MOST_LEFT_OUT else "marglik"
-        run.console.warn(WITHOUT_VAL[wanted])
-    elif wanted == LOO and train.layout.num_outputs > MOST_LEFT_OUT:
-        raise UsageError(
-            f"--prior-precision loo: expected at most {MOST_LEFT_OUT} outputs; the head has {train.layout.num_outputs}"
-        )
-    return wanted if wanted in ("val", LOO, "marglik") else "number"
-
-
-def _span(options: FitLaplaceOptions, train: Split, run: Run) -> MatrixLayout | None:
-    """The layout inside the span of the features where the fit runs there; elsewhere a checkpoint's head may lie."""
-    if options.own_center != "mode":
-        return None
-    return span_to_fit(run, train, structure=options.structure, num_draws=NUM_DRAWS)
+    metrics = meta["metrics"]
+    warn_of_val(run, path, metrics)
+    return Report({**metrics, "prior_precision_curve": meta.get("curve")}, _summary(metrics))
 
 
 def _summary(metrics: dict[str, Any]) -> list[str]:
@@ -524,12 +506,12 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
 
 
 def rounded(count: float) -> str:
-    """A number that is not whole, as people read it: three digits, and all before the point."""
+    """Format a count that need not be whole with three significant digits, or all digits before the point."""
     return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
 
 
 def _subnetwork(metrics: dict[str, Any]) -> list[str]:
-    """Which parameters vary, and of how many of them the data say something."""
+    """Return lines on which parameters vary and how many of them the data inform."""
     each = ", ".join(f"{name} {count:,}" for name, count in metrics["subnetwork_params"].items())
     lines = [
         f"{metrics['subnetwork_size']:,} of {metrics['num_params']:,} parameters vary, those with the largest "
@@ -543,10 +525,24 @@ def _subnetwork(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _report(run: Run, path: Path, meta: Mapping[str, Any]) -> Report:
-    """The metrics as the result gives them: with the curve, which the artifact has beside its metrics."""
-    from bnncli.commands.fit_laplace.last_layer import warn_of_val
+def _plot(run: Run, path: Path, artifact: Path) -> Result:
+    """Draw the search that the artifact stores, whether it was fitted now or before."""
+    role = f"{artifact.stem}.plot"
+    if run.write.dry_run:
+        size = 1 << 17
+        output: dict[str, Any] = {"role": role, "path": str(path), "planned": "compute", "estimated_bytes": size}
+        return Result("planned", [output], lines=[f"draw: {path}"])
 
-    metrics = meta["metrics"]
-    warn_of_val(run, path, metrics)
-    return Report({**metrics, "prior_precision_curve": meta.get("curve")}, _summary(metrics))
+    meta = read_header(artifact).meta
+    figure = draw_prior_precision(
+        [(precision, value) for precision, value in meta["curve"]],
+        criterion=meta["criterion"],
+        at_edge=meta["metrics"]["prior_precision_at_edge"],
+        network=meta["metrics"]["val_nll_network"] if meta["criterion"] == "val" else None,
+    )
+    try:
+        digest = write_figure(path, render(figure, path.suffix[1:].lower()))
+    except WriteError as error:
+        message = f"--plot: cannot write {path}; {artifact} is complete, and --plot FILE draws it without fitting again"
+        raise WriteError(message, hint=error.hint, path=path) from None
+    return Result("", [{"role": role, "path": str(path), "content_digest": digest}])

@@ -25,6 +25,7 @@ from bnncli.inference.prior_search import (
     PlugInChoice,
     PriorSearch,
     SearchRows,
+    choose_structure,
     first_near_the_best,
     is_short_search,
     search,
@@ -61,10 +62,7 @@ if TYPE_CHECKING:
     from bnncli.targets.target import CurvedTarget
 
 
-JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
-
-_MOST_NAMES = 10
-_MEMORISED, _MOST_ROWS = 1 / 3, 10_000  # NLL of train, of that of val; rows that tell it
+_MOST_NAMES = 10  # classes listed in a warning
 _MEANINGS = {
     "val": "they do not count in the choice of the prior precision or in any score on val",
     "train": "their weights are learned only from examples of other classes, so they are rarely predicted",
@@ -72,7 +70,7 @@ _MEANINGS = {
 
 
 def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
-    """Say which classes no example of train or val has, and what that means."""
+    """Warn of classes without examples in a split, and say what that means for the fit."""
     for split in splits:
         if split.content.labels is None:
             continue
@@ -88,30 +86,8 @@ def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
             )
 
 
-def warn_of_edge(run: Run, found: PriorSearch | FoldSearch) -> None:
-    """Say so where a wider search for the prior precision might find a better one."""
-    if found.at_edge:
-        run.console.warn(
-            f"the best prior precision found, {found.best:.4g}, is at the edge of the search range; set it with "
-            "--prior-precision"
-        )
-
-
-def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
-    """What was added to a precision that could not be factored acts as a prior; said where it outweighs the real one."""
-    jitter = getattr(gaussian.covariance, "jitter", 0.0)
-    precision = float(gaussian.require_prior().diagonal(gaussian.layout).min())
-    if jitter > JITTER_SHARE * precision:
-        run.console.warn(
-            f"the posterior precision is not positive definite in float64, so {jitter:.2g} was added to its "
-            f"diagonal (prior precision {precision:.2g}). The marginal likelihood and the variances in "
-            "directions that only the prior determines are wrong; use a larger --prior-precision or --structure "
-            "kron"
-        )
-
-
 def warn_of_shortfall(run: Run, mode: Mode) -> None:
-    """Say so where the centre is further from the mode than was asked for."""
+    """Warn where the climb stopped farther from the mode than requested."""
     if mode.shortfall is not None:
         run.console.warn(
             f"the centre is {mode.newton_decrement:.2g} posterior standard deviations from the mode (all {len(mode.theta):,} "
@@ -119,11 +95,199 @@ def warn_of_shortfall(run: Run, mode: Mode) -> None:
         )
 
 
-def tell_of_memorised(run: Run, train: Split, val: Split | None) -> None:
-    """Say so where the network has memorised the rows that a last layer is fitted to: they tell little of what it does elsewhere."""
-    from bnncli.lazy import torch
-    from bnncli.posteriors.point import Point
+def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
+    """Warn where the posterior scores worse on val than the network, and suggest a better fit."""
+    if metrics.get("val") is None:
+        return
+    can_be_refined = "subnetwork_size" not in metrics and "solver_steps" not in metrics
+    also, other = [], None if path.stem == "laplace" else path.stem
+    if metrics.get("center") == "checkpoint":
+        command = run.suggest("fit-laplace", center="mode", force=True, name=other)
+        also.append(f"run {command} (not measured yet)")
+    elif metrics["structure"] not in declaring("curvature", "is_exact") and can_be_refined:
+        name = f"refine{LayersOptions(metrics.get('layers', LAST)).layers_suffix}"
+        refined = fresh_posterior(run, name, {"flow": "affine", "base": path.stem})
+        if refined is None:
+            command = run.suggest("refine", flow="affine", base=other)
+            also.append(f"run {command} (a {metrics['structure']} covariance is rough; not measured yet)")
+        else:
+            measured = (refined.meta["metrics"].get("val") or {}).get("refine")
+            if measured and measured["nll"] < metrics["val"]["laplace"]["nll"]:
+                command = to_predict(run, name, measured["integrator"], is_default=True)
+                also.append(f"{command} ({measured['nll']:.4f})")
+    warn_if_worse(run, path, metrics, method="laplace", also=also)
 
+
+def structure_to_fit(
+    wanted: str,
+    layout: MatrixLayout,
+    run: Run,
+    *,
+    num_examples: int,
+    is_search: bool,
+    whole: MatrixLayout | None = None,
+) -> str:
+    """Return the structure to fit first, and warn where auto takes a rough one.
+
+    Args:
+        wanted: value of --structure.
+        layout: layout of the fitted parameters, which may lie in the span of the features.
+        num_examples: training examples.
+        is_search: True where the prior precision is searched for.
+        whole: layout of all parameters, where `layout` is that of the span.
+
+    Raises:
+        DeviceError: the structure does not fit in memory. The message names the largest one that does.
+    """
+    sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
+    chosen = wanted
+    if wanted == "auto":
+        chosen = memory.automatic_structure(layout, budget(run.device_name), device=run.device_name, **sizes)
+        if chosen != memory.structures()[0]:
+            run.console.warn(_cost_text(run, chosen, layout, num_examples, is_search=is_search, sizes=sizes))
+    memory.require_fit(chosen, layout, run.device_name, **sizes)
+    return chosen
+
+
+def _cost_text(
+    run: Run, chosen: str, layout: MatrixLayout, num_examples: int, *, is_search: bool, sizes: Mapping[str, Any]
+) -> str:
+    """Describe what `chosen` and the structures closer to the posterior cost, and which of them do not fit in memory."""
+    available, speed = budget(run.device_name), estimate_speed(run.device)
+    closer = memory.structures()[: memory.structures().index(chosen)]
+    needed = {name: memory.fit_bytes(name, layout, **sizes) for name in (*closer, chosen)}
+    fitting = [name for name in closer if needed[name] <= available]
+    too_large = [name for name in closer if name not in fitting]
+    searched = search_size(
+        num_examples, num_params=layout.num_params, num_outputs=layout.num_outputs, device=run.device
+    )
+
+    def cost(name: str) -> str:
+        seconds = fit_seconds(name, layout, num_examples=num_examples, speed=speed)
+        if is_search:
+            counts = {"num_fits": SEARCH_FITS - 1, "num_modes": SEARCH_MODES - 1}
+            seconds += fit_seconds(name, layout, num_examples=searched, speed=speed, **counts)
+        return f"about {bytes_text(needed[name])} and {_seconds_text(seconds)}"
+
+    text = f"using {chosen} for {layout.num_params:,} parameters ({cost(chosen)})"
+    if fitting:
+        text += "; closer to the posterior: " + ", ".join(f"--structure {name} ({cost(name)})" for name in fitting)
+    if too_large:
+        needs = ", ".join(f"{name} needs {bytes_text(needed[name])}" for name in too_large)
+        text += f"; {needs}, but only {bytes_text(available)} can be used"
+    return text
+
+
+def _seconds_text(seconds: float) -> str:
+    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(1.0, seconds):.0f} s"
+
+
+def fit_last_layer(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    structure: str,
+    train: Split,
+    val: Split | None,
+    *,
+    in_span: bool,
+    only_draws: bool = False,
+) -> Fitted:
+    """Fit the Gaussian, search for its prior precision where none is given, and measure it on val.
+
+    Args:
+        structure: covariance structure to fit, from structure_to_fit.
+        in_span: True to fit in the span of the features.
+        only_draws: True to choose a precision that suits draws even where the mode alone would predict better.
+    """
+    start = train.start().to(run.device)
+    # A search replaces the precision of the weights by its candidates.
+    weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
+    if VAL not in options.fit_on:
+        _note_memorised(run, train, val)
+    folds = _assign_folds(run, val) if val is not None and VAL in options.fit_on else None
+    priors = _priors(run, options, Prior(weight_precision, options.own_bias_precision), train, val, folds)
+    target = whole_target = train.target(priors[0], run.device)
+    held_out = None
+    if criterion == "val" and val is not None and folds is None:
+        held_out = target.held_out(val.features(run.device), val.labels(run.device))
+    rows = row_space(target) if in_span else None
+    lift = None if rows is None else RowLift(rows, target.prior)
+    if rows is not None:
+        target, start = rows.target(target), rows.reduce(start)
+    found: PriorSearch | FoldSearch | None
+    compared, theta = None, None
+    with counting_passes() as tally:
+        if folds is None:
+            fit, found, compared, counts = _fit_on_train(
+                run,
+                options,
+                criterion,
+                structure,
+                target,
+                start=start,
+                lift=lift,
+                held_out=held_out,
+                val=val,
+                only_draws=only_draws,
+            )
+        else:
+            own = priors[1:] if rows is None else [rows.prior(prior) for prior in priors[1:]]
+            fit, found, theta, counts = _fit_with_folds(
+                run, criterion, structure, target, folds=folds, priors=own, start=start, in_span=in_span
+            )
+    if found is not None:
+        warn_of_edge(run, found)
+    # A mode in the span is lifted to all parameters; outside the span the posterior is the prior.
+    if lift is not None:
+        fit = lift_fit(fit, lift)
+    warn_of_jitter(run, fit.gaussian)
+    by_fold: GaussianFolds | None = None
+    if folds is not None and theta is not None:
+        if rows is not None:
+            pairs = zip(theta, priors[1:], strict=True)
+            theta = torch.stack([rows.lift_about(mode, own_prior.to(run.device)) for mode, own_prior in pairs])
+        prior = fit.gaussian.require_prior()
+        by_fold = GaussianFolds.of(
+            fit.gaussian,
+            theta,
+            folds,
+            num_fitted=whole_target.num_examples,
+            target=lambda: whole_target.with_prior(prior),
+        )
+    metrics = fit_metrics(run, fit, found, criterion, train, val, posterior=by_fold)
+    fold_meta = {} if by_fold is None else {"fit_on": options.fit_on, "num_folds": len(by_fold)}
+    metrics |= fold_meta
+    metrics |= {"center": options.own_center, "structure_nll": compared, **counts}
+    if found is not None and found.structure != structure and options.structure != "auto":
+        metrics["prior_precision_structure"] = found.structure
+    metrics |= Cost.of_fit(tally.passes, is_last_layer=True).to_metrics()
+    tensors, meta = fit.gaussian.to_tensors()
+    # float32 holds all digits that float32 products gave the Hessian, in half the file.
+    tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
+    meta |= {
+        "method": "laplace",
+        "center": options.own_center,
+        **fit.gaussian.require_prior().to_meta(),
+        "criterion": criterion,
+        "param_layout": fit.gaussian.layout.to_json(),
+        "curve": [list(point) for point in found.curve] if found else None,
+        **fold_meta,
+    }
+    if by_fold is not None:
+        tensors |= by_fold.to_tensors()
+    return Fitted(tensors, meta, metrics, train)
+
+
+_MEMORISED = 1 / 3  # ratio of the NLL on train to that on val
+_MOST_ROWS = 10_000  # of each split, to estimate the two
+
+
+def _note_memorised(run: Run, train: Split, val: Split | None) -> None:
+    """Note where the network has memorised the rows to fit, which then say little about its errors elsewhere."""
     head = train.head()
     if head is None or val is None or val.content.labels is None or min(len(train.stored), len(val.stored)) < 2:
         return
@@ -141,197 +305,60 @@ def tell_of_memorised(run: Run, train: Split, val: Split | None) -> None:
         )
 
 
-def _is_no_base(metrics: dict[str, Any]) -> bool:
-    """Whether refine would refuse it."""
-    return "subnetwork_size" in metrics or "solver_steps" in metrics
-
-
-def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
-    """Say so where what predict gives by default is worse on val than what is simpler."""
-    if metrics.get("val") is None:
-        return
-    also, other = [], None if path.stem == "laplace" else path.stem
-    if metrics.get("center") == "checkpoint":
-        command = run.suggest("fit-laplace", center="mode", force=True, name=other)
-        also.append(f"run {command} (not measured yet)")
-    elif metrics["structure"] not in declaring("curvature", "is_exact") and not _is_no_base(metrics):
-        name = f"refine{LayersOptions(metrics.get('layers', LAST)).layers_suffix}"
-        refined = fresh_posterior(run, name, {"flow": "affine", "base": path.stem})
-        if refined is None:
-            mend = run.suggest("refine", flow="affine", base=other)
-            also.append(f"run {mend} (a {metrics['structure']} covariance is rough; not measured yet)")
-        else:
-            measured = (refined.meta["metrics"].get("val") or {}).get("refine")
-            if measured and measured["nll"] < metrics["val"]["laplace"]["nll"]:
-                by = to_predict(run, name, measured["integrator"], is_default=True)
-                also.append(f"{by} ({measured['nll']:.4f})")
-    warn_if_worse(run, path, metrics, method="laplace", also=also)
-
-
-_DEARER = 8  # times, that a search by the structure to fit has to take longer than by a rougher one to be made around that one's result
-
-
-def structure_to_fit(
-    wanted: str,
-    layout: MatrixLayout,
-    run: Run,
-    *,
-    num_examples: int,
-    is_search: bool,
-    whole: MatrixLayout | None = None,
-) -> str:
-    """The structure to fit first. Raises DeviceError when it does not fit in memory, naming the largest that does.
-
-    Args:
-        wanted: as asked for.
-        layout: of what is fitted; `whole` of all of theta, where that is the span of the features.
-        is_search: whether the prior precision is searched for.
-    """
-    sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
-    chosen = wanted
-    if wanted == "auto":
-        chosen = memory.automatic_structure(layout, budget(run.device_name), device=run.device_name, **sizes)
-        if chosen != memory.structures()[0]:
-            text = structure_text(run, chosen, layout, num_examples=num_examples, is_search=is_search, sizes=sizes)
-            run.console.warn(text)
-    memory.require_fit(chosen, layout, run.device_name, **sizes)
-    return chosen
-
-
-def structure_to_search(run: Run, structure: str, layout: MatrixLayout) -> str:
-    """The structure by which the prior precision is searched for: the one to fit, or a quicker one, which is said.
-
-    A search makes ten Gaussians or more: where the one to fit is none that fit-laplace would take of itself for its time, the
-    precision is that which val prefers for the closest that is, and the structure asked for is made once, there.
-    """
-    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
-    if structure in quick or not quick or structure not in memory.structures()[: memory.structures().index(quick[0])]:
-        return structure
-    run.console.info(
-        f"searching for the prior precision with {quick[0]}: ten {structure} covariances of "
-        f"{layout.num_params:,} parameters would take long"
-    )
-    return quick[0]
-
-
-def rough_structure_to_search(run: Run, structure: str, layout: MatrixLayout, *, num_examples: int) -> str:
-    """The structure by which the prior precision is searched for first, where val chooses the structure too: the quickest, if that pays.
-
-    A search makes ten Gaussians or more, and those of the structure that is fitted may take many times as long as rougher ones: 30 s of two
-    times 16 full covariances of 2,570 parameters, of Kronecker factors 2 s.
-    """
-    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
-    if structure not in quick:
-        return structure
-    speed = estimate_speed(run.device)
-    counts = {"num_fits": SEARCH_FITS, "num_modes": SEARCH_MODES}
-    seconds = {
-        name: fit_seconds(name, layout, num_examples=num_examples, speed=speed, **counts)
-        for name in quick[quick.index(structure) :]
-        if name != "diag"  # whose draws predict so badly that it may prefer a precision of its own
-    }
-    rough = min(seconds, key=lambda name: seconds[name])
-    is_dear = seconds[structure] > QUICK_SECONDS and seconds[structure] > _DEARER * seconds[rough]
-    return rough if is_dear else structure
-
-
-def structure_by_val(
-    run: Run,
-    target: CurvedTarget,
-    found: PriorSearch,
-    search_at: Callable[..., PriorSearch],
-    *,
-    closest: str,
-    layout: MatrixLayout,
-    whole: MatrixLayout | None,
-) -> tuple[PriorSearch, dict[str, float] | None]:
-    """The search of the structure to take, and the val NLL of each that is quick, where val chooses among several.
-
-    The exact one is taken wherever it is quick, whatever val says; val chooses among rougher ones.
-
-    Args:
-        found: of the closest structure, or of a rougher one.
-        search_at: searches for the precision of another, from structure, start and generator, and around another's where that is given.
-        closest: the structure that says most of the posterior.
-        layout, whole: as for structure_to_fit.
-    """
-    from bnncli.inference.prior_search import choose_structure
-
-    gaussian = found.fit.gaussian
-    first = gaussian.covariance.structure
-    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole)
-    if whole is not None:  # a diagonal in the basis of the span, say, is none of theta's
-        quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
-    others = quick[quick.index(closest) :] if closest in quick else []
-    if others and closest in registry.declaring("curvature", "is_exact"):
-        if first != closest:
-            around, start = found.best, gaussian.mean
-            generator = run.stream("fit-laplace/val")
-            found = search_at(structure=closest, start=start, generator=generator, around=around)
-        return found, None
-    if len(others) < 2:
-        return found, None
-    choice = choose_structure(target.with_prior(gaussian.require_prior()), found.fit, others, judge=found.judge)
-    if choice.structure != first:
-        is_closer = others.index(choice.structure) < others.index(first)
-        again = search_at(
-            structure=choice.structure,
-            start=gaussian.mean,
-            generator=run.stream("fit-laplace/val"),
-            around=found.best if is_closer else None,
+def _assign_folds(run: Run, val: Split) -> Tensor:
+    """Return the fold of each row of val, (N,) uint8. Raises DataError where val has fewer than two rows."""
+    labels = val.labels(torch.device("cpu"))
+    if len(labels) < 2:
+        raise DataError(
+            f"--fit-on: cross-validation needs at least 2 rows of val; got {len(labels)}",
+            hint="hold out more, or use --fit-on train",
         )
-        if is_closer or dict(again.curve)[again.best] < dict(found.curve)[found.best]:
-            found = again
-    return found, choice.nll
+    return stratified_folds(labels, min(NUM_FOLDS, len(labels)), run.stream("fit-laplace/folds"))
 
 
-def structure_text(
-    run: Run, chosen: str, layout: MatrixLayout, *, num_examples: int, is_search: bool, sizes: Mapping[str, Any]
-) -> str:
-    """That `chosen` was taken in place of what says more of the posterior, what each would cost, and which do not fit."""
-    there = budget(run.device_name)
-    closer = memory.structures()[: memory.structures().index(chosen)]
-    fitting = [name for name in closer if memory.fit_bytes(name, layout, **sizes) <= there]
-    too_large = [name for name in closer if name not in fitting]
-
-    searched = search_size(
-        num_examples, num_params=layout.num_params, num_outputs=layout.num_outputs, device=run.device
-    )
-
-    def cost(name: str) -> str:
-        needed = bytes_text(memory.fit_bytes(name, layout, **sizes))
-        speed = estimate_speed(run.device)
-        seconds = fit_seconds(name, layout, num_examples=num_examples, speed=speed)
-        if is_search:
-            counts = {"num_fits": SEARCH_FITS - 1, "num_modes": SEARCH_MODES - 1}
-            seconds += fit_seconds(name, layout, num_examples=searched, speed=speed, **counts)
-        return f"about {needed} and {seconds_text(seconds)}"
-
-    text = f"using {chosen} for {layout.num_params:,} parameters ({cost(chosen)})"
-    if fitting:
-        text += "; closer to the posterior: " + ", ".join(f"--structure {name} ({cost(name)})" for name in fitting)
-    if too_large:
-        needed = ", ".join(f"{name} needs {bytes_text(memory.fit_bytes(name, layout, **sizes))}" for name in too_large)
-        text += f"; {needed}, but only {bytes_text(there)} can be used"
-    return text
+def _priors(
+    run: Run, options: FitLaplaceOptions, prior: Prior, train: Split, val: Split | None, folds: Tensor | None
+) -> list[Prior]:
+    """Return the prior of the fit to all rows, then of the fit to each fold, with their means."""
+    left_out = [] if folds is None else [folds == place for place in range(int(folds.max()) + 1)]
+    if options.prior_mean == "zero":
+        return [prior] * (1 + len(left_out))
+    return [prior.with_mean(scale * train.start(), scale) for scale in _mean_scales(run, val, left_out)]
 
 
-def seconds_text(seconds: float) -> str:
-    """A time for people, as roughly as it is known."""
-    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(1.0, seconds):.0f} s"
+def _mean_scales(run: Run, val: Split | None, left_out: Sequence[Tensor]) -> list[float]:
+    """Return one over the best temperature of the network's logits on val, then the same without each set of rows.
+
+    Args:
+        left_out: masks (N,) of the rows to leave out.
+
+    Returns:
+        1 + len(left_out) scales; a single 1 without labelled val.
+    """
+    if val is None or val.content.labels is None:
+        return [1.0]
+    point = Point(val.start().to(run.device), val.layout)
+    logits, labels = val.logits(point, run.device), val.labels(run.device)
+    scales = []
+    for rows in (torch.zeros(len(labels), dtype=torch.bool), *left_out):
+        kept = ~rows.to(run.device)
+        fit = fit_temperature(LabelledLogits(logits[kept], labels[kept], val.layout.likelihood))
+        scales.append(1.0 if fit.unbounded is not None else 1 / fit.temperature)
+        if fit.unbounded is not None and len(scales) == 1:
+            why = f"no optimal temperature exists on val ({fit.unbounded})"
+            run.console.warn(f"{why}: the prior's mean is the checkpoint's last layer unchanged")
+    return scales
 
 
 class Searched(NamedTuple):
-    """What a search is made of.
+    """The examples that a search for the prior precision reads.
 
     Args:
-        target, held_out: of the examples that it reads.
-        counts: metrics that say how many these are, where they are not all.
-        share: of the training examples that the target has.
-        is_large: whether modes take so long that precisions far from the checkpoint's own are left out.
+        target: log posterior on the training examples it reads.
+        held_out: held-out examples it reads.
+        counts: metrics with the number of examples, for splits that it reads only in part.
+        share: fraction of the training examples that `target` has.
+        is_large: True where modes are so slow that precisions far from the checkpoint's own are skipped.
     """
 
     target: LastLayerTarget
@@ -340,16 +367,95 @@ class Searched(NamedTuple):
     share: float = 1.0
     is_large: bool = False
 
-    @property
-    def is_part(self) -> bool:
-        """Whether the target is not of all examples."""
-        return self.share < 1
+
+_NEAR = 10**0.5  # factor around one structure's best precision to search for another's, before searching everywhere
 
 
-def examples_to_search(
+def _fit_on_train(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    structure: str,
+    target: LastLayerTarget,
+    *,
+    start: Tensor,
+    lift: RowLift | None,
+    held_out: HeldOutFeatures | None,
+    val: Split | None,
+    only_draws: bool,
+) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None, dict[str, int]]:
+    """Fit to the training split, at the given prior precision or at the one that `criterion` chooses.
+
+    Returns:
+        The fit; the search for its prior precision, if any; the val NLL of the structures compared, if any; and metrics with
+        the number of examples that the search read, for splits that it read only in part.
+    """
+    center = options.own_center
+    if criterion == "number":
+        fit = fit_gaussian(target, structure=structure, center=center, start=start, progress=run.console)
+        return fit, None, None, {}
+    if criterion == "loo":
+        searched = Searched(target, LeftOutExamples.of(target, run.stream("fit-laplace/loo")), {})
+    elif lift is None:
+        searched = _examples_to_search(run, target, held_out, val, center=center)
+    else:
+        searched = Searched(target, held_out, {})
+
+    def search_by(
+        by: str, structure: str, start: Tensor, generator: torch.Generator, bounds: tuple[float, float] = BOUNDS
+    ) -> PriorSearch:
+        with counting_passes(searched.share):
+            found = search(
+                searched.target,
+                start=start,
+                generator=generator,
+                structure=by,
+                center=center,
+                criterion=criterion,
+                held_out=searched.held_out,
+                bounds=bounds,
+                is_large=searched.is_large,
+                lift=None if criterion == "loo" else lift,
+                progress=run.console,
+            )
+        if by == structure and searched.share == 1:
+            return found
+        return replace(found, fit=_refit(found, target, structure, center, start, run.console))
+
+    def search_at(
+        *, structure: str, start: Tensor, generator: torch.Generator, around: float | None = None
+    ) -> PriorSearch:
+        if around is not None:
+            bounds = max(BOUNDS[0], around / _NEAR), min(BOUNDS[1], around * _NEAR)
+            near = search_by(structure, structure, start, generator.clone_state(), bounds)
+            if not near.at_edge:
+                return near
+        return search_by(structure, structure, start, generator)
+
+    compared: dict[str, float] | None = None
+    closest, quick = structure, structure
+    if criterion == "val" and lift is None:
+        if options.structure == "auto":
+            num_examples = searched.target.num_examples
+            structure = rough_structure_to_search(run, structure, target.layout, num_examples=num_examples)
+        quick = _structure_to_search(run, structure, target.layout)
+    found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
+    plug_in = None if only_draws else found.plug_in
+    is_free = options.structure == "auto" and criterion == "val"
+    found = _prefer_plug_in(found, plug_in, target, closest if is_free else None, center, run.console)
+    if is_free and found.integrator == SAMPLED:
+        whole = None if lift is None else lift.layout
+        found, compared = _choose_structure_by_val(
+            run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
+        )
+        found = _prefer_plug_in(found, plug_in, target, closest, center, run.console)
+    return found.fit, found, compared, searched.counts
+
+
+def _examples_to_search(
     run: Run, target: LastLayerTarget, held_out: HeldOutFeatures | None, val: Split | None, *, center: str
 ) -> Searched:
-    """All examples, or a part, which is said; by the marginal likelihood, without held_out, all."""
+    """Return the examples that a search reads, and note where it reads only a part. Without held_out it reads all."""
     everything = Searched(target, held_out, {})
     if held_out is None or val is None:
         return everything
@@ -374,12 +480,12 @@ def examples_to_search(
                 "searching for the prior precision around the checkpoint's own, until the predictions get worse"
             )
         return everything._replace(is_large=is_large)
-    said = " and ".join(f"{count:,} of {sizes[name]:,} examples of {name}" for name, count in counts.items())
-    run.console.info(f"searching for the prior precision with {said}; the final fit uses all")
+    part = " and ".join(f"{count:,} of {sizes[name]:,} examples of {name}" for name, count in counts.items())
+    run.console.info(f"searching for the prior precision with {part}; the final fit uses all")
     return Searched(
         target if rows.train is None else target.some(rows.train),
         held_out if rows.val is None else target.held_out(val.stored[rows.val], val.labels(rows.val.device)[rows.val]),
-        {f"prior_precision_{name}_examples": count for name, count in counts.items()},
+        _count_metrics(counts),
         1.0 if rows.train is None else len(rows.train) / target.num_examples,
         is_large=True,
     )
@@ -390,38 +496,145 @@ def _counts(rows: SearchRows) -> dict[str, int]:
     return {name: len(part) for name, part in parts.items() if part is not None}
 
 
-# A search makes some eighty Gaussians. The precision that it finds hardly depends on their structure, the folds' modes not at all.
-_QUICK, _EXACT, _MOST_EXACT = "kron", ("full", "block"), 1000  # parameters
+def _count_metrics(counts: dict[str, int]) -> dict[str, int]:
+    return {f"prior_precision_{name}_examples": count for name, count in counts.items()}
 
 
-class FoldedFit(NamedTuple):
-    """What comes of it.
+def _refit(
+    found: PriorSearch, target: LastLayerTarget, structure: str, center: str, start: Tensor, progress: Progress
+) -> LaplaceFit:
+    """Fit another structure, or all examples, at the precision that was found."""
+    gaussian = found.fit.gaussian
+    target = target.with_prior(gaussian.require_prior())
+    if (
+        center == "mode"
+    ):  # the mode of a part of the examples may be farther from the mode of all than the checkpoint is
+        both = torch.stack([gaussian.mean.double(), start.to(gaussian.mean.device).double()])
+        start = both[target.log_joint(both).argmax()]
+    return fit_gaussian(target, structure=structure, center=center, start=start, progress=progress)
+
+
+_DEARER = (
+    8  # search with a rougher structure first where the structure to fit would take more than this many times as long
+)
+
+
+def rough_structure_to_search(run: Run, structure: str, layout: MatrixLayout, *, num_examples: int) -> str:
+    """Return the structure to search with first where val also chooses the structure: the quickest, if that saves enough time.
+
+    A search fits ten Gaussians or more. Twice 16 full covariances of 2,570 parameters took 30 s, Kronecker factors 2 s.
+    """
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
+    if structure not in quick:
+        return structure
+    speed = estimate_speed(run.device)
+    counts = {"num_fits": SEARCH_FITS, "num_modes": SEARCH_MODES}
+    seconds = {
+        name: fit_seconds(name, layout, num_examples=num_examples, speed=speed, **counts)
+        for name in quick[quick.index(structure) :]
+        if name != "diag"  # whose draws predict so badly that it may prefer a precision of its own
+    }
+    rough = min(seconds, key=lambda name: seconds[name])
+    is_dear = seconds[structure] > QUICK_SECONDS and seconds[structure] > _DEARER * seconds[rough]
+    return rough if is_dear else structure
+
+
+def _structure_to_search(run: Run, structure: str, layout: MatrixLayout) -> str:
+    """Return the structure to search with: the one to fit or, where that is too slow for auto to take, a quicker one.
+
+    A search fits ten Gaussians or more. With a quicker structure, the requested one is fitted once, at the precision found.
+    """
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
+    if structure in quick or not quick or structure not in memory.structures()[: memory.structures().index(quick[0])]:
+        return structure
+    run.console.info(
+        f"searching for the prior precision with {quick[0]}: ten {structure} covariances of "
+        f"{layout.num_params:,} parameters would take long"
+    )
+    return quick[0]
+
+
+def _prefer_plug_in(
+    found: PriorSearch,
+    plug_in: PlugInChoice | None,
+    target: LastLayerTarget,
+    structure: str | None,
+    center: str,
+    progress: Progress,
+) -> PriorSearch:
+    """Replace a search by the precision whose mode alone predicts val best, where draws predict worse at every precision.
 
     Args:
-        fit: to all rows.
-        search: that chose the precision, where one did.
-        theta: (K, P) float64, the folds' modes under that precision.
-        counts: metrics that say how many examples the search has read, where these are not all.
+        structure: structure to fit at that precision; None for the search's own.
+    """
+    if plug_in is None:
+        return found
+    gaussian = found.fit.gaussian
+    sampled = found.judge.losses(target.with_prior(gaussian.require_prior()), gaussian.mean, gaussian.covariance)
+    if first_near_the_best({SAMPLED: sampled, PLUG_IN: found.judge.plug_in_losses(plug_in.theta)}) == SAMPLED:
+        return found
+    own = target.with_prior(target.prior.with_weight_precision(plug_in.precision))
+    structure = structure or gaussian.covariance.structure
+    fit = fit_gaussian(own, structure=structure, center=center, start=plug_in.theta, progress=progress)
+    return replace(
+        found, best=plug_in.precision, curve=plug_in.curve, at_edge=plug_in.at_edge, fit=fit, integrator=PLUG_IN
+    )
+
+
+def _choose_structure_by_val(
+    run: Run,
+    target: CurvedTarget,
+    found: PriorSearch,
+    search_at: Callable[..., PriorSearch],
+    *,
+    closest: str,
+    layout: MatrixLayout,
+    whole: MatrixLayout | None,
+) -> tuple[PriorSearch, dict[str, float] | None]:
+    """Choose among the quick structures by their NLL on val. Where the exact one is quick, take it without comparing.
+
+    Args:
+        found: search with the closest structure or a rougher one.
+        search_at: searches with another structure, from `start` with `generator`, near the precision `around` if given.
+        closest: the structure closest to the posterior.
+        layout, whole: as for structure_to_fit.
+
+    Returns:
+        The search with the chosen structure, and the val NLL of each structure compared; None where none were.
     """
 
-    fit: LaplaceFit
-    search: FoldSearch | PriorSearch | None
-    theta: Tensor
-    counts: dict[str, int]
-
-
-def folds_of(run: Run, val: Split) -> Tensor:
-    """The fold of each row of val, (N,) uint8. Raises DataError where there are no two rows."""
-    labels = val.labels(torch.device("cpu"))
-    if len(labels) < 2:
-        raise DataError(
-            f"--fit-on: cross-validation needs at least 2 rows of val; got {len(labels)}",
-            hint="hold out more, or use --fit-on train",
+    gaussian = found.fit.gaussian
+    first = gaussian.covariance.structure
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole)
+    if whole is not None:  # a diagonal in the basis of the span, for example, is not diagonal in theta
+        quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
+    others = quick[quick.index(closest) :] if closest in quick else []
+    if others and closest in registry.declaring("curvature", "is_exact"):
+        if first != closest:
+            generator = run.stream("fit-laplace/val")
+            found = search_at(structure=closest, start=gaussian.mean, generator=generator, around=found.best)
+        return found, None
+    if len(others) < 2:
+        return found, None
+    choice = choose_structure(target.with_prior(gaussian.require_prior()), found.fit, others, judge=found.judge)
+    if choice.structure != first:
+        is_closer = others.index(choice.structure) < others.index(first)
+        again = search_at(
+            structure=choice.structure,
+            start=gaussian.mean,
+            generator=run.stream("fit-laplace/val"),
+            around=found.best if is_closer else None,
         )
-    return stratified_folds(labels, min(NUM_FOLDS, len(labels)), run.stream("fit-laplace/folds"))
+        if is_closer or dict(again.curve)[again.best] < dict(found.curve)[found.best]:
+            found = again
+    return found, choice.nll
 
 
-def fit_with_folds(
+# A search over folds fits some eighty Gaussians. Its precision hardly depends on their structure, the modes not at all.
+_MOST_EXACT = 1000  # parameters, up to which it uses exact structures
+
+
+def _fit_with_folds(
     run: Run,
     criterion: str,
     structure: str,
@@ -431,26 +644,32 @@ def fit_with_folds(
     priors: Sequence[Prior],
     start: Tensor,
     in_span: bool,
-) -> FoldedFit:
-    """Fit all rows of the target, the last of them val's, and the rows of each fold.
+) -> tuple[LaplaceFit, FoldSearch | PriorSearch | None, Tensor, dict[str, int]]:
+    """Fit all rows of the target, whose last rows are val's, and find the mode without each fold.
 
     Args:
-        folds: (N,), of val's rows.
-        priors: of each fold; their precision of the weights is the target's.
+        folds: (N,), the fold of each row of val.
+        priors: prior of each fold; the target's precision of the weights replaces theirs.
+
+    Returns:
+        The fit to all rows; the search for the precision, if any; the modes (folds, P) float64 at that precision; and metrics
+        with the number of examples that the search read, for splits that it read only in part.
     """
     rows = SearchRows(None, None) if in_span else _rows_to_search(run, target, len(folds))
-    parts = {name: len(part) for name, part in (("train", rows.train), ("val", rows.val)) if part is not None}
+    counts = _counts(rows)
     found: FoldSearch | PriorSearch | None = None
     if criterion == "val":
         is_large = not in_span and (
-            bool(parts)
+            bool(counts)
             or is_short_search(target.num_examples, num_params=target.layout.num_params, device=target.device)
         )
         found = search_folds(
             [_fold(target, folds, place, prior, rows) for place, prior in enumerate(priors)],
             start=start,
             generator=run.stream("fit-laplace/val"),
-            structure=_QUICK if target.layout.num_params > _MOST_EXACT and structure in _EXACT else structure,
+            structure="kron"
+            if target.layout.num_params > _MOST_EXACT and structure in ("full", "block")
+            else structure,
             is_large=is_large,
             progress=run.console,
         )
@@ -467,7 +686,7 @@ def fit_with_folds(
     if found is not None:
         target = target.with_prior(target.prior.with_weight_precision(found.best))
     fit = fit_gaussian(target, structure=structure, start=start, progress=run.console)
-    if isinstance(found, FoldSearch) and not parts:
+    if isinstance(found, FoldSearch) and not counts:
         modes = [one.gaussian.mean for one in found.fits]
     else:
         precision = target.prior.weight_precision
@@ -475,13 +694,11 @@ def fit_with_folds(
         for place, prior in enumerate(priors):
             fold = _fold(target, folds, place, prior.with_weight_precision(precision), SearchRows(None, None)).target
             modes.append(find_suitable_mode(fold, fit.gaussian.mean, progress=run.console).theta)
-    return FoldedFit(
-        fit, found, torch.stack(modes), {f"prior_precision_{name}_examples": count for name, count in parts.items()}
-    )
+    return fit, found, torch.stack(modes), _count_metrics(counts)
 
 
 def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRows:
-    """Return the rows of the target and of val that a search reads, and say so where they are not all."""
+    """Return the rows of the target and of val that a search reads, and note where it reads only a part."""
     layout = target.layout
     found = search_rows(
         target.num_examples,
@@ -498,7 +715,7 @@ def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRo
 
 
 def _fold(target: LastLayerTarget, folds: Tensor, place: int, prior: Prior, rows: SearchRows) -> Fold:
-    """Return the target without the rows of one fold, as far as the search reads them."""
+    """Return the target without the rows of one fold, restricted to the rows that the search reads."""
     first = target.num_examples - len(folds)
     own = (folds == place).nonzero()[:, 0]
     fitted = fitted_rows(folds, place, target.num_examples)
@@ -510,254 +727,29 @@ def _fold(target: LastLayerTarget, folds: Tensor, place: int, prior: Prior, rows
     return Fold(target.some(fitted).with_prior(prior), held_out, len(judged))
 
 
-_NEAR = 10**0.5  # by how much the best precisions of two structures may differ before all are tried
-
-
-def fit_last_layer(
-    run: Run,
-    options: FitLaplaceOptions,
-    criterion: str,
-    structure: str,
-    train: Split,
-    val: Split | None,
-    *,
-    in_span: bool,
-    only_draws: bool = False,
-) -> Fitted:
-    """The Gaussian with what is told of it.
-
-    Args:
-        in_span: whether it is fitted in the span of the features.
-        only_draws: whether a searched precision suits draws, whatever the mode alone predicts.
-    """
-    start = train.start().to(run.device)
-    # A search puts its candidates in the place of the weights' precision.
-    weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
-    if VAL not in options.fit_on:
-        tell_of_memorised(run, train, val)
-    folds = folds_of(run, val) if val is not None and VAL in options.fit_on else None
-    priors = _priors(run, options, Prior(weight_precision, options.own_bias_precision), train, val, folds)
-    target = of_all = train.target(priors[0], run.device)
-    held_out = None
-    if criterion == "val" and val is not None and folds is None:
-        held_out = target.held_out(val.features(run.device), val.labels(run.device))
-    rows = row_space(target) if in_span else None
-    lift = None if rows is None else RowLift(rows, target.prior)
-    if rows is not None:
-        target, start = rows.target(target), rows.reduce(start)
-    found: PriorSearch | FoldSearch | None
-    compared, theta = None, None
-    with counting_passes() as tally:
-        if folds is None:
-            fit, found, compared, counts = _fitted(
-                run,
-                options,
-                criterion,
-                structure,
-                target,
-                start=start,
-                lift=lift,
-                held_out=held_out,
-                val=val,
-                only_draws=only_draws,
-            )
-        else:
-            own = priors[1:] if rows is None else [rows.prior(prior) for prior in priors[1:]]
-            fit, found, theta, counts = fit_with_folds(
-                run, criterion, structure, target, folds=folds, priors=own, start=start, in_span=in_span
-            )
-    if found is not None:
-        warn_of_edge(run, found)
-    if lift is not None:
-        fit = lift_fit(fit, lift)
-    warn_of_jitter(run, fit.gaussian)
-    held: GaussianFolds | None = None
-    if folds is not None and theta is not None:
-        if rows is not None:
-            pairs = zip(theta, priors[1:], strict=True)
-            theta = torch.stack([rows.lift_about(mode, own_prior.to(run.device)) for mode, own_prior in pairs])
-        prior = fit.gaussian.require_prior()
-        held = GaussianFolds.of(
-            fit.gaussian, theta, folds, num_fitted=of_all.num_examples, target=lambda: of_all.with_prior(prior)
+def warn_of_edge(run: Run, found: PriorSearch | FoldSearch) -> None:
+    """Warn where the best prior precision lies at the edge of the search range."""
+    if found.at_edge:
+        run.console.warn(
+            f"the best prior precision found, {found.best:.4g}, is at the edge of the search range; set it with "
+            "--prior-precision"
         )
-    metrics = fit_metrics(run, fit, found, criterion, train, val, posterior=held)
-    told = {} if held is None else {"fit_on": options.fit_on, "num_folds": len(held)}
-    metrics |= told
-    metrics |= {"center": options.own_center, "structure_nll": compared, **counts}
-    if found is not None and found.structure != structure and options.structure != "auto":
-        metrics["prior_precision_structure"] = found.structure
-    metrics |= Cost.of_fit(tally.passes, is_last_layer=True).to_metrics()
-    tensors, meta = fit.gaussian.to_tensors()
-    # float32 holds all digits that float32 products gave the Hessian, in half the file.
-    tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
-    meta |= {
-        "method": "laplace",
-        "center": options.own_center,
-        **fit.gaussian.require_prior().to_meta(),
-        "criterion": criterion,
-        "param_layout": fit.gaussian.layout.to_json(),
-        "curve": [list(point) for point in found.curve] if found else None,
-        **told,
-    }
-    if held is not None:
-        tensors |= held.to_tensors()
-    return Fitted(tensors, meta, metrics, train)
 
 
-def _priors(
-    run: Run, options: FitLaplaceOptions, prior: Prior, train: Split, val: Split | None, folds: Tensor | None
-) -> list[Prior]:
-    """The prior of all rows and, where val is fitted, of each fold: about the checkpoint's last layer where that was asked for."""
-    left_out = [] if folds is None else [folds == place for place in range(int(folds.max()) + 1)]
-    if options.prior_mean == "zero":
-        return [prior] * (1 + len(left_out))
-    return [prior.with_mean(scale * train.start(), scale) for scale in _mean_scales(run, val, left_out)]
+JITTER_SHARE = 1e-3  # of the prior precision; a jitter below it changes nothing
 
 
-def _mean_scales(run: Run, val: Split | None, left_out: Sequence[Tensor]) -> list[float]:
-    """One over the temperature of the network's logits that val prefers, then without each of some rows, masks (N,); 1 without val."""
-    if val is None or val.content.labels is None:
-        return [1.0]
-    point = Point(val.start().to(run.device), val.layout)
-    logits, labels = val.logits(point, run.device), val.labels(run.device)
-    scales = []
-    for rows in (torch.zeros(len(labels), dtype=torch.bool), *left_out):
-        kept = ~rows.to(run.device)
-        fit = fit_temperature(LabelledLogits(logits[kept], labels[kept], val.layout.likelihood))
-        scales.append(1.0 if fit.unbounded is not None else 1 / fit.temperature)
-        if fit.unbounded is not None and len(scales) == 1:
-            why = f"no optimal temperature exists on val ({fit.unbounded})"
-            run.console.warn(f"{why}: the prior's mean is the checkpoint's last layer unchanged")
-    return scales
-
-
-def _fitted(
-    run: Run,
-    options: FitLaplaceOptions,
-    criterion: str,
-    structure: str,
-    target: LastLayerTarget,
-    *,
-    start: Tensor,
-    lift: RowLift | None,
-    held_out: HeldOutFeatures | None,
-    val: Split | None,
-    only_draws: bool,
-) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None, dict[str, int]]:
-    """The fit, the search for its prior precision where there was one, the val NLL of the structures that it was chosen
-    among, and how many examples the search has read, where these are not all.
-    """
-    if criterion == "number":
-        fit = fit_gaussian(
-            target,
-            structure=structure,
-            center=options.own_center,
-            start=start,
-            progress=run.console,
+def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
+    """Warn where the jitter added to factorise the precision, which acts as a prior, outweighs the real prior."""
+    jitter = getattr(gaussian.covariance, "jitter", 0.0)
+    precision = float(gaussian.require_prior().diagonal(gaussian.layout).min())
+    if jitter > JITTER_SHARE * precision:
+        run.console.warn(
+            f"the posterior precision is not positive definite in float64, so {jitter:.2g} was added to its "
+            f"diagonal (prior precision {precision:.2g}). The marginal likelihood and the variances in "
+            "directions that only the prior determines are wrong; use a larger --prior-precision or --structure "
+            "kron"
         )
-        return fit, None, None, {}
-    center = options.own_center
-    if criterion == "loo":
-        searched = Searched(target, LeftOutExamples.of(target, run.stream("fit-laplace/loo")), {})
-    elif lift is None:
-        searched = examples_to_search(run, target, held_out, val, center=center)
-    else:
-        searched = Searched(target, held_out, {})
-
-    def search_by(
-        by: str, structure: str, start: Tensor, generator: torch.Generator, bounds: tuple[float, float] = BOUNDS
-    ) -> PriorSearch:
-        with counting_passes(searched.share):
-            found = search(
-                searched.target,
-                start=start,
-                generator=generator,
-                structure=by,
-                center=center,
-                criterion=criterion,
-                held_out=searched.held_out,
-                bounds=bounds,
-                is_large=searched.is_large,
-                lift=None if criterion == "loo" else lift,
-                progress=run.console,
-            )
-        if by == structure and not searched.is_part:
-            return found
-        return replace(found, fit=_fit_of(found, target, structure, center, start, run.console))
-
-    def search_at(
-        *, structure: str, start: Tensor, generator: torch.Generator, around: float | None = None
-    ) -> PriorSearch:
-        if around is not None:
-            bounds = max(BOUNDS[0], around / _NEAR), min(BOUNDS[1], around * _NEAR)
-            near = search_by(structure, structure, start, generator.clone_state(), bounds)
-            if not near.at_edge:
-                return near
-        return search_by(structure, structure, start, generator)
-
-    compared: dict[str, float] | None = None
-    closest, quick = structure, structure
-    if criterion == "val" and lift is None:
-        if options.structure == "auto":
-            num_examples = searched.target.num_examples
-            structure = rough_structure_to_search(run, structure, target.layout, num_examples=num_examples)
-        quick = structure_to_search(run, structure, target.layout)
-    found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
-    plug_in = None if only_draws else found.plug_in
-    is_free = options.structure == "auto" and criterion == "val"
-    found = _chosen_for(found, plug_in, target, closest if is_free else None, center, run.console)
-    if is_free and found.integrator == SAMPLED:
-        whole = None if lift is None else lift.layout
-        found, compared = structure_by_val(
-            run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
-        )
-        found = _chosen_for(found, plug_in, target, closest, center, run.console)
-    return found.fit, found, compared, searched.counts
-
-
-def _chosen_for(
-    found: PriorSearch,
-    plug_in: PlugInChoice | None,
-    target: LastLayerTarget,
-    structure: str | None,
-    center: str,
-    progress: Progress,
-) -> PriorSearch:
-    """The search itself; or that of the precision whose mode alone predicts best, where it predicts better than draws do under theirs.
-
-    Args:
-        structure: to fit there, where it is free; the search's own by default.
-    """
-    if plug_in is None:
-        return found
-    gaussian = found.fit.gaussian
-    drawn = found.judge.losses(target.with_prior(gaussian.require_prior()), gaussian.mean, gaussian.covariance)
-    if first_near_the_best({SAMPLED: drawn, PLUG_IN: found.judge.plug_in_losses(plug_in.theta)}) == SAMPLED:
-        return found
-    own = target.with_prior(target.prior.with_weight_precision(plug_in.precision))
-    structure = structure or gaussian.covariance.structure
-    fit = fit_gaussian(own, structure=structure, center=center, start=plug_in.theta, progress=progress)
-    return replace(
-        found, best=plug_in.precision, curve=plug_in.curve, at_edge=plug_in.at_edge, fit=fit, integrator=PLUG_IN
-    )
-
-
-def _fit_of(
-    found: PriorSearch, target: LastLayerTarget, structure: str, center: str, start: Tensor, progress: Progress
-) -> LaplaceFit:
-    """The fit of another structure at the precision that was found."""
-    gaussian = found.fit.gaussian
-    target = target.with_prior(gaussian.require_prior())
-    if center == "mode":  # few examples of many have a mode further away than the checkpoint is
-        both = torch.stack([gaussian.mean.double(), start.to(gaussian.mean.device).double()])
-        start = both[target.log_joint(both).argmax()]
-    return fit_gaussian(
-        target,
-        structure=structure,
-        center=center,
-        start=start,
-        progress=progress,
-    )
 
 
 def fit_metrics(
@@ -770,7 +762,11 @@ def fit_metrics(
     *,
     posterior: Any = None,
 ) -> dict[str, Any]:
-    """What is told of a fit, and of what it is worth on val: of the Gaussian, or of another posterior in its place."""
+    """Return the metrics of a fit and, with labelled val, its scores there.
+
+    Args:
+        posterior: posterior to score in place of the Gaussian, such as its folds or its draws.
+    """
     gaussian, head = fit.gaussian, train.head()
     metrics: dict[str, Any] = {
         "structure": gaussian.covariance.structure,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
 from bnncli.commands.fit_laplace.last_layer import (
@@ -43,21 +43,15 @@ if TYPE_CHECKING:
 def prepare_network(
     run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
 ) -> tuple[Request, Callable[[], Fitted]]:
-    """The request for a posterior over the network's chosen parameters, and what fits it."""
+    """Return the request for a posterior over the network's chosen parameters, and the function that fits it."""
     if train.content.head_weight is None:
         raise UsageError(f"--layers {options.layers}: this run has only features, no network")
     used = [split for split in (train, val) if split is not None]
     sources = [*(split.source for split in used), *network_sources(used)]
-    params = {**options.params(), "seed": run.compute.seed}
-    if criterion == "number":
-        params["prior_precision"] = float(options.prior_precision)
-    if options.own_bias_precision is not None:
-        params["bias_precision"] = options.own_bias_precision
     warn_of_missing_classes(run, used)
 
     @cache
     def prepared() -> Prepared:
-
         structures = [name for name in structures_of(is_last_layer=False) if options.curvature in kinds_of(name)]
         return prepare(run, options, criterion, train, val, structures=structures)
 
@@ -69,7 +63,7 @@ def prepare_network(
     request = posterior_request(
         run,
         f"laplace{options.layers_suffix}",
-        params=params,
+        params=options.params_of_fit(criterion, run.compute.seed),
         algo_rev=_revisions.of_laplace(in_span=False),
         sources=sources,
         checkpoint=train.checkpoint,
@@ -80,7 +74,6 @@ def prepare_network(
 
     @cache
     def fit() -> Fitted:
-
         return fit_network(run, options, criterion, train, val, prepared=prepared())
 
     return request, fit
@@ -88,14 +81,14 @@ def prepare_network(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A fit, before its data are read.
+    """A fit that has been planned but has not read its data.
 
     Attributes:
-        reader: of the network and the inputs.
-        plan: of the memory.
-        structure: that is fitted.
-        planned_bytes: of memory, at the peak of the fit.
-        num_kept: examples of val whose linearised logits are made once; 0 where they would take too much memory.
+        reader: reads the network and the inputs.
+        plan: sizes of the fit in memory.
+        structure: covariance structure to fit.
+        planned_bytes: memory at the peak of the fit.
+        num_kept: validation examples whose linearised logits are computed once and kept; 0 where memory is short.
     """
 
     reader: NetworkReader
@@ -108,7 +101,12 @@ class Prepared:
 def prepare(
     run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, structures: list[str]
 ) -> Prepared:
-    """What will be fitted, of the network and the first example. Raises DeviceError where it does not fit in memory."""
+    """Plan a fit from the network and the first example.
+
+    Raises:
+        DeviceError: the fit does not fit in memory.
+        UsageError: --size exceeds the number of parameters.
+    """
     reader = NetworkReader.of(run, options)
     with reader.recorded.visible():
         layout = reader.layout(train, options.layers)
@@ -138,7 +136,7 @@ def prepare(
 def fit_network(
     run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, prepared: Prepared
 ) -> Fitted:
-    """The Gaussian with what is told of it."""
+    """Fit the Gaussian, or draw from it, and measure it on val."""
     reader, structure, network = prepared.reader, prepared.structure, prepared.plan.layout.network
     assert network is not None
     with reader.recorded.visible(), keeping(network, prepared.num_kept):
@@ -149,20 +147,28 @@ def fit_network(
         target = target.with_choice(options.curvature_choice)
         start = whole.start().to(run.device)
         with counting_passes() as tally:
-            fit, found, told = _gaussian(run, options, criterion, target, start=start, structure=structure, held=held)
-        told |= _mode_told(run, fit, found)
+            fit, found, facts = _fit_gaussian(
+                run, options, criterion, target, start=start, structure=structure, held=held
+            )
+        facts |= _mode_metrics(run, fit, found)
         posterior: Gaussian[Any] | LinearDraws = fit.gaussian
         if options.draws is not None:
             with counting_passes() as drawing:
-                posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
+                posterior, draw_metrics = _draw(run, target, fit.gaussian, options.draws)
             tally.passes += drawing.passes
-            told |= drawn
+            facts |= draw_metrics
         else:
-            told["effective_params"] = round(num_effective(target, fit), 6)  # none, and not a rounding error
+            facts["effective_params"] = round(num_effective(target, fit), 6)  # rounding errors become 0
         metrics = fit_metrics(run, fit, found, criterion, whole, held, posterior=posterior)
-    told |= Cost.of_fit(tally.passes, is_last_layer=False).to_metrics()
+    facts |= Cost.of_fit(tally.passes, is_last_layer=False).to_metrics()
     over = {"layers": options.layers, "curvature": options.curvature}
-    metrics |= {"center": options.own_center, "structure_nll": None, **over, **told, **_kind_metrics(fit, structure)}
+    metrics |= {
+        "center": options.own_center,
+        "structure_nll": None,
+        **over,
+        **facts,
+        **_structure_metrics(fit, structure),
+    }
     tensors, meta = posterior.to_tensors()
     meta |= {
         "method": "laplace",
@@ -176,15 +182,7 @@ def fit_network(
     return Fitted(tensors, meta, metrics, train)
 
 
-class _Found(NamedTuple):
-    """A fit, the search that chose its prior precision, where one did, and what is told of the layers' own precisions."""
-
-    fit_network: LaplaceFit
-    search: PriorSearch | None
-    told: dict[str, Any]
-
-
-def _gaussian(
+def _fit_gaussian(
     run: Run,
     options: FitLaplaceOptions,
     criterion: str,
@@ -193,8 +191,12 @@ def _gaussian(
     start: Tensor,
     structure: str,
     held: NetworkSplit | None,
-) -> _Found:
-    """The Gaussian at the prior precision that was given, or at the one that `criterion` chooses, on `held` where that is val."""
+) -> tuple[LaplaceFit, PriorSearch | None, dict[str, Any]]:
+    """Fit at the given prior precision, or at the one that `criterion` chooses (on `held`, for val).
+
+    Returns:
+        The fit, the search for the prior precision if there was one, and metrics of the layers' own precisions.
+    """
     common: dict[str, Any] = {
         "structure": structure,
         "center": options.own_center,
@@ -203,7 +205,7 @@ def _gaussian(
     }
     try:
         if criterion == "number":
-            return _Found(fit_gaussian(target, **common), None, {})
+            return fit_gaussian(target, **common), None, {}
         held_out = None
         if criterion == "val" and held is not None:
             held_out = target.held_out(held.inputs, held.labels(run.device))
@@ -212,19 +214,22 @@ def _gaussian(
         )
         if options.precision_per == "layer":
             chosen = choose_layer_precisions(target, found.fit, structure)
-            told = {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain}
-            return _Found(chosen.fit, found, told)
+            return (
+                chosen.fit,
+                found,
+                {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain},
+            )
     except NumericError as error:
         if options.curvature != HESSIAN:
             raise
         hint = "away from a mode the Hessian may be indefinite: use --curvature ggn or a larger --prior-precision"
         raise NumericError(error.message, hint=hint) from None
     warn_of_edge(run, found)
-    return _Found(found.fit, found, {})
+    return found.fit, found, {}
 
 
-def _mode_told(run: Run, fit: LaplaceFit, found: PriorSearch | None) -> dict[str, Any]:
-    """What is told of a mode, if the fit looked for one. Warns of one that was not reached, and of a jitter."""
+def _mode_metrics(run: Run, fit: LaplaceFit, found: PriorSearch | None) -> dict[str, Any]:
+    """Return metrics of the mode, if the fit has one. Warn where it was not reached or a jitter was added."""
     warn_of_jitter(run, fit.gaussian)
     if fit.mode is None:
         return {}
@@ -236,8 +241,8 @@ def _mode_told(run: Run, fit: LaplaceFit, found: PriorSearch | None) -> dict[str
     }
 
 
-def _kind_metrics(fit: LaplaceFit, structure: str) -> dict[str, Any]:
-    """What the kind of curvature, and that of covariance, tell of themselves."""
+def _structure_metrics(fit: LaplaceFit, structure: str) -> dict[str, Any]:
+    """Return the metrics that the structure's curvature and covariance declare."""
     metrics: dict[str, Any] = {}
     if registry.has_attribute("network_curvature", structure, "metrics"):
         metrics |= registry.load_class("network_curvature", structure).metrics(fit.hessian)
@@ -247,10 +252,10 @@ def _kind_metrics(fit: LaplaceFit, structure: str) -> dict[str, Any]:
     return metrics
 
 
-def _drawn(
+def _draw(
     run: Run, target: NetworkTarget, gaussian: Gaussian[Any], num_draws: int
 ) -> tuple[LinearDraws, dict[str, Any]]:
-    """Draws of the Gaussian of all of the Gauss-Newton matrix where `gaussian`, of a structure, stands; and how they were made."""
+    """Draw from the full Gauss-Newton Gaussian, with `gaussian` as the preconditioner, and return the solver's metrics."""
     prior = gaussian.require_prior()
     found = linear_draws(
         target.with_prior(prior),
@@ -260,10 +265,10 @@ def _drawn(
         generator=run.stream("fit-laplace/draws"),
         progress=run.console,
     )
-    told = {
+    metrics = {
         "draws": num_draws,
         "solver_steps": found.num_steps,
         "solver_residual": found.residual,
         "solver_passes": found.num_passes,
     }
-    return LinearDraws(gaussian.mean, found.values.float(), gaussian.layout, prior), told
+    return LinearDraws(gaussian.mean, found.values.float(), gaussian.layout, prior), metrics

@@ -80,6 +80,8 @@ COMMAND = Command(
     section="Research",
     place=40,
 )
+
+
 _WAIT = 1.0  # seconds: of a grid that was killed just now a line that was to begin may hold the lock a moment longer
 _HELD = (
     "another bnncli process runs this grid",
@@ -120,83 +122,6 @@ def _for_slurm(run: Run, jobs: list[Job], file: Path) -> Result:
     lines = {job.number: as_run(job, run.console.options.config) for job in jobs}
     found = script(jobs, lines, file, program=program())
     return Result(lines=found, extra={"lines": [job.line.pasted() for job in jobs], "script": "\n".join(found) + "\n"})
-
-
-def _planned(run: Run, jobs: list[Job], journal: Journal) -> Result:
-    """What would run."""
-    from bnncli.commands.grid.running import seen_by
-
-    config = run.console.options.config
-    begun = [job for job in jobs if journal.done(job, jobs, seen_by(job, config)) is None]
-    known = sum(journal.known[job.key].is_good for job in begun if job.key in journal.known)
-    summary = f"{counted(len(jobs), 'line')}, {len(begun)} to start"
-    if known:
-        summary += f"; {known} of these finished before and will report what is up to date"
-    lines = [job.line.pasted() for job in begun]
-    return Result(lines=lines, extra={"lines": lines}, summary=[summary])
-
-
-def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Result:
-    """How it went: a row for each line that did not end well, or the paths of what was made."""
-    from bnncli.commands.grid.running import FAILED, SKIPPED
-
-    entries = [_entry(job, ended[job.number], journal) for job in jobs]
-    counts = Counter(one["state"] for one in entries)
-    told = [f"{count} {state.replace('_', ' ')}" for state, count in counts.items()]
-    if warned := sum(one["warnings"] > 0 for one in entries):
-        told.append(f"{warned} with warnings")
-    result = Result(
-        extra={"jobs": entries, "counts": dict(counts), "dir": str(journal.folder)},
-        summary=[f"{counted(len(jobs), 'line')}: {', '.join(told)}; logs and documents: {journal.logs}"],
-    )
-    bad = [job for job in jobs if not ended[job.number].is_good]
-    if not bad:
-        result.lines = list(dict.fromkeys(path for job in jobs for path in _made(job, ended[job.number], journal)))
-        return result
-    result.tables = [_table(bad, ended, journal)]
-    failed, left = counts[FAILED], counts[SKIPPED]
-    result.failure = CheckFailed(
-        f"{failed} of {counted(len(jobs), 'line')} failed"
-        + (f", and {left} that depend on them were skipped" if left else ""),
-        hint=f"fix the errors above, then run the grid again to complete it: {run.line.pasted()}",
-        code="jobs_failed",
-    )
-    return result
-
-
-def _made(job: Job, ended: Ended, journal: Journal) -> tuple[str, ...]:
-    """What a line has left: artifacts, or the document with its results."""
-    return ended.outputs or (str(journal.document(job)),)
-
-
-def _table(bad: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Table:
-    """Why lines have failed or were left out, and below it those that failed, each to be pasted."""
-    rows = []
-    for job in bad:
-        one = ended[job.number]
-        rows.append([job.checkpoint, job.name, "-" if one.exit is None else str(one.exit), one.why])
-    failed = [job for job in bad if ended[job.number].exit is not None]
-    notes = ["", f"failed lines, to run one at a time (logs: {journal.logs}):", *(job.line.pasted() for job in failed)]
-    return Table(["checkpoint", "job", "exit", "why"], rows, notes=notes)
-
-
-def _entry(job: Job, ended: Ended, journal: Journal) -> dict[str, Any]:
-    """A job as --json has it."""
-    began = ended.exit is not None
-    return {
-        "checkpoint": job.checkpoint,
-        "name": job.name,
-        "command": job.step.command,
-        "line": job.line.pasted(),
-        "state": ended.state,
-        "exit": ended.exit,
-        "seconds": ended.seconds,
-        "why": ended.why,
-        "outputs": list(ended.outputs),
-        "warnings": ended.warnings,
-        "log": str(journal.log(job)) if began else None,
-        "document": str(journal.document(job)) if began else None,
-    }
 
 
 MAX_TASKS = 1000  # SLURM's own limit is 1001 unless its administrator says otherwise (MaxArraySize)
@@ -281,3 +206,80 @@ def chains(jobs: list[Job]) -> list[list[Job]]:
     for job in jobs:
         found.setdefault(first(job.number), []).append(job)
     return list(found.values())
+
+
+def _planned(run: Run, jobs: list[Job], journal: Journal) -> Result:
+    """What would run."""
+    from bnncli.commands.grid.running import seen_by
+
+    config = run.console.options.config
+    begun = [job for job in jobs if journal.done(job, jobs, seen_by(job, config)) is None]
+    known = sum(journal.known[job.key].is_good for job in begun if job.key in journal.known)
+    summary = f"{counted(len(jobs), 'line')}, {len(begun)} to start"
+    if known:
+        summary += f"; {known} of these finished before and will report what is up to date"
+    lines = [job.line.pasted() for job in begun]
+    return Result(lines=lines, extra={"lines": lines}, summary=[summary])
+
+
+def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Result:
+    """How it went: a row for each line that did not end well, or the paths of what was made."""
+    from bnncli.commands.grid.running import FAILED, SKIPPED
+
+    entries = [_entry(job, ended[job.number], journal) for job in jobs]
+    counts = Counter(one["state"] for one in entries)
+    told = [f"{count} {state.replace('_', ' ')}" for state, count in counts.items()]
+    if warned := sum(one["warnings"] > 0 for one in entries):
+        told.append(f"{warned} with warnings")
+    result = Result(
+        extra={"jobs": entries, "counts": dict(counts), "dir": str(journal.folder)},
+        summary=[f"{counted(len(jobs), 'line')}: {', '.join(told)}; logs and documents: {journal.logs}"],
+    )
+    bad = [job for job in jobs if not ended[job.number].is_good]
+    if not bad:
+        result.lines = list(dict.fromkeys(path for job in jobs for path in _made(job, ended[job.number], journal)))
+        return result
+    result.tables = [_table(bad, ended, journal)]
+    failed, left = counts[FAILED], counts[SKIPPED]
+    result.failure = CheckFailed(
+        f"{failed} of {counted(len(jobs), 'line')} failed"
+        + (f", and {left} that depend on them were skipped" if left else ""),
+        hint=f"fix the errors above, then run the grid again to complete it: {run.line.pasted()}",
+        code="jobs_failed",
+    )
+    return result
+
+
+def _entry(job: Job, ended: Ended, journal: Journal) -> dict[str, Any]:
+    """A job as --json has it."""
+    began = ended.exit is not None
+    return {
+        "checkpoint": job.checkpoint,
+        "name": job.name,
+        "command": job.step.command,
+        "line": job.line.pasted(),
+        "state": ended.state,
+        "exit": ended.exit,
+        "seconds": ended.seconds,
+        "why": ended.why,
+        "outputs": list(ended.outputs),
+        "warnings": ended.warnings,
+        "log": str(journal.log(job)) if began else None,
+        "document": str(journal.document(job)) if began else None,
+    }
+
+
+def _made(job: Job, ended: Ended, journal: Journal) -> tuple[str, ...]:
+    """What a line has left: artifacts, or the document with its results."""
+    return ended.outputs or (str(journal.document(job)),)
+
+
+def _table(bad: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Table:
+    """Why lines have failed or were left out, and below it those that failed, each to be pasted."""
+    rows = []
+    for job in bad:
+        one = ended[job.number]
+        rows.append([job.checkpoint, job.name, "-" if one.exit is None else str(one.exit), one.why])
+    failed = [job for job in bad if ended[job.number].exit is not None]
+    notes = ["", f"failed lines, to run one at a time (logs: {journal.logs}):", *(job.line.pasted() for job in failed)]
+    return Table(["checkpoint", "job", "exit", "why"], rows, notes=notes)

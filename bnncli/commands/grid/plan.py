@@ -27,11 +27,8 @@ from bnncli.system.devices import device_name
 if TYPE_CHECKING:
     from bnncli.commands.grid import GridOptions
 
-CHECKPOINT, JOB = "checkpoint", "job"  # what every line may put into its values, beside names of steps
-REFERENCE = re.compile(r"\{([A-Za-z][A-Za-z0-9_-]*)(\*?)\}")  # so that shards-{000..009}.tar is none
-NAMES_ITSELF = ("predict",)  # its results are named after what it predicts with
 
-Axes = Mapping[tuple[str, str], int]  # which value of an option of a step, by both names
+NAMES_ITSELF = ("predict",)  # its results are named after what it predicts with
 
 
 @dataclass(frozen=True)
@@ -95,90 +92,9 @@ class GridFile:
         return ConfigError(f"{where}: {said}", path=self.path)
 
 
-def options_of(groups: tuple[type[Checked], ...]) -> Declared:
-    """Every option of some classes, by field."""
-    return {name: spec for group in groups for name, spec in declared(group).items()}
-
-
-def texts(value: Any) -> list[str]:
-    """The texts of a value, in which references may stand."""
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
-
-
-def references(values: Iterable[Any]) -> list[tuple[str, bool]]:
-    """Steps whose posteriors these values name, and whether each is all of that step's own axes together."""
-    found = (one for value in values for text in texts(value) for one in REFERENCE.finditer(text))
-    pairs = dict.fromkeys((one[1], bool(one[2])) for one in found)
-    return [pair for pair in pairs if pair[0] not in (CHECKPOINT, JOB)]
-
-
-def filled(value: Any, names: Mapping[str, list[str]]) -> Any:
-    """A value with what its references stand for; of a list a text is there once for each of several.
-
-    Args:
-        names: by reference, with its star where it has one.
-    """
-    if not isinstance(value, list):
-        return _filled(value, names)[0] if isinstance(value, str) else value
-    return [one for item in value for one in (_filled(item, names) if isinstance(item, str) else [item])]
-
-
-def _filled(text: str, names: Mapping[str, list[str]]) -> list[str]:
-    several = next((one[0][1:-1] for one in REFERENCE.finditer(text) if one[2]), None)
-    first = {key: known[0] for key, known in names.items()}
-    rounds = [{}] if several is None else [{several: chosen} for chosen in names[several]]
-    return [_replaced(text, first | chosen) for chosen in rounds]
-
-
-def _replaced(text: str, names: Mapping[str, str]) -> str:
-    return REFERENCE.sub(lambda one: names[one[0][1:-1]], text)
-
-
-MAX_NAME = 100  # letters, as of an artifact's
-
-
-def line_name(step: GridStep, axes: Axes, steps: Mapping[str, GridStep]) -> str:
-    """The step's name, with each value that is one of several, those of the steps that it refers to first."""
-    words = [step.name, *(_word(option, steps[of].values[option][place]) for (of, option), place in axes.items())]
-    return "-".join(words)
-
-
-def shortened(name: str) -> str:
-    """A name of at most MAX_NAME letters: a long one with a digest for its end."""
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 9]}-{json_sha256(name)[:8]}"
-
-
-def _word(option: str, value: Any) -> str:
-    """A value in a name: a plain word as it is, anything else behind the option."""
-    flag = flag_of(option)[2:]
-    if isinstance(value, bool):
-        return flag if value else f"no-{flag}"
-    text = "+".join(value) if isinstance(value, list) else number_text(value)
-    if re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", text):
-        return text
-    return flag + re.sub(r"[^A-Za-z0-9_-]+", "-", re.sub(r"(?<=\d)\.(?=\d)", "p", text)).strip("-")
-
-
-def number_text(value: Any) -> str:
-    """A number in the shortest words that give it back; anything else as it is."""
-    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
-
-
-def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
-    """What tells the checkpoints apart in names of files: the file's own name, or where two share it the whole path."""
-    stems = Counter(Path(one).stem for one in checkpoints)
-    found: dict[str, str] = {}
-    for one in checkpoints:
-        name, path = Path(one).stem, os.path.normpath(one)
-        if stems[name] > 1:
-            name = re.sub(r"[/\\]+", "-", path).strip("-.")
-        if name in found.values():
-            name = f"{name}-{json_sha256(path)[:8]}"
-        found[one] = name
-    return found
-
-
-_MAKES_ITS_CHECKPOINT = ("train", "extract-features")
+_HEADER = re.compile(r"\s*\[\[\s*[\"']?step[\"']?\s*\]\]")
+CHECKPOINT, JOB = "checkpoint", "job"  # what every line may put into its values, beside names of steps
+REFERENCE = re.compile(r"\{([A-Za-z][A-Za-z0-9_-]*)(\*?)\}")  # so that shards-{000..009}.tar is none
 _KEYS = ("command", "name", "after")
 _NOT_OF_STEPS = {
     spec.name: "grid controls how and where each line reports; remove this option" for spec in fields(CommonOptions)
@@ -187,64 +103,6 @@ _NOT_OF_STEPS = {
     "dry_run": "it is an option of grid",
     "resume": "grid adds it to lines that can continue",
 }
-_NOT_IN_GRIDS = ("clean", "rm")  # they remove what other lines go on from
-_HEADER = re.compile(r"\s*\[\[\s*[\"']?step[\"']?\s*\]\]")
-
-
-def read_grid(path: Path) -> GridFile:
-    """The file, checked as far as each step can be alone.
-
-    Raises:
-        MissingInput: it is not there, or a checkpoint is not.
-        ConfigError: it is no TOML; a key, command, option or value that is none, with its line.
-    """
-    raw, tables = read_toml(path, what="the grid ")
-    for key in tables:
-        if key not in ("checkpoints", "step"):
-            said = f"unknown key {key!r}{closest(key, ['checkpoints', 'step'])}"
-            raise ConfigError(f"{path}{line_of(raw, key)}: {said}", path=path)
-    steps = tables.get("step")
-    if not isinstance(steps, list) or not steps or not all(isinstance(step, dict) for step in steps):
-        said = f"expected steps, each as [[step]] with a command; got {_shown(steps)}"
-        raise ConfigError(f"{path}: {said}", path=path)
-    lines = [number for number, line in enumerate(raw.decode("utf-8-sig").split("\n"), 1) if _HEADER.match(line)]
-    begins = lines if len(lines) == len(steps) else [None] * len(steps)
-    found: list[GridStep] = []
-    for number, entries in enumerate(steps, start=1):
-        found.append(_StepReader(path, raw, number, begins[number - 1], entries).step(found))
-    where = f"{path}{line_of(raw, 'checkpoints')}: checkpoints"
-    return GridFile(path, _checkpoints(path, where, tables.get("checkpoints"), found[0]), found, where)
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else repr(value)[:80]
-
-
-def _checkpoints(path: Path, where: str, given: Any, first: GridStep) -> list[str]:
-    """The checkpoints that the file names, each once, those of a pattern in the order of their names."""
-    patterns = [given] if isinstance(given, str) else given
-    if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
-        raise ConfigError(f"{where}: expected checkpoint paths or patterns; got {_shown(given)}", path=path)
-    found: dict[str, str] = {}
-    for pattern in patterns:
-        names = [pattern]
-        if glob.has_magic(pattern) and not Path(pattern).exists():
-            names = sorted(one for one in glob.glob(pattern, recursive=True) if not one.endswith(".bnn"))
-            if not names:
-                raise MissingInput(f"{where}: no file matches {pattern!r}", path=pattern)
-        elif not _is_there(pattern, first):
-            hint = "paths are relative to where grid runs; name a run without a checkpoint as extract-features named it"
-            raise MissingInput(f"{where}: {pattern} does not exist", hint=hint, path=pattern)
-        for name in names:
-            found.setdefault(os.path.abspath(name), name)
-    return list(found.values())
-
-
-def _is_there(name: str, first: GridStep) -> bool:
-    """Whether there is a checkpoint or a run of this name, or the first step is to make it."""
-    if "run_dir" in first.values or first.command in _MAKES_ITS_CHECKPOINT or Path(name).exists():
-        return True
-    return RunFolder.of(Path(name), None, is_name=True).root.is_dir()
 
 
 @dataclass(frozen=True)
@@ -379,12 +237,79 @@ class _StepReader:
         return f"no earlier step is called {name!r}" + (closest(name, known) if known else "; this is the first step")
 
 
+def read_grid(path: Path) -> GridFile:
+    """The file, checked as far as each step can be alone.
+
+    Raises:
+        MissingInput: it is not there, or a checkpoint is not.
+        ConfigError: it is no TOML; a key, command, option or value that is none, with its line.
+    """
+    raw, tables = read_toml(path, what="the grid ")
+    for key in tables:
+        if key not in ("checkpoints", "step"):
+            said = f"unknown key {key!r}{closest(key, ['checkpoints', 'step'])}"
+            raise ConfigError(f"{path}{line_of(raw, key)}: {said}", path=path)
+    steps = tables.get("step")
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, dict) for step in steps):
+        said = f"expected steps, each as [[step]] with a command; got {_shown(steps)}"
+        raise ConfigError(f"{path}: {said}", path=path)
+    lines = [number for number, line in enumerate(raw.decode("utf-8-sig").split("\n"), 1) if _HEADER.match(line)]
+    begins = lines if len(lines) == len(steps) else [None] * len(steps)
+    found: list[GridStep] = []
+    for number, entries in enumerate(steps, start=1):
+        found.append(_StepReader(path, raw, number, begins[number - 1], entries).step(found))
+    where = f"{path}{line_of(raw, 'checkpoints')}: checkpoints"
+    return GridFile(path, _checkpoints(path, where, tables.get("checkpoints"), found[0]), found, where)
+
+
+def options_of(groups: tuple[type[Checked], ...]) -> Declared:
+    """Every option of some classes, by field."""
+    return {name: spec for group in groups for name, spec in declared(group).items()}
+
+
+_NOT_IN_GRIDS = ("clean", "rm")  # they remove what other lines go on from
+
+
 def _is_for_grids(name: str) -> bool:
     """Whether a command works on one checkpoint."""
     command = declaration("commands", name, "COMMAND")
     if not isinstance(command, Command) or name in ("grid", *_NOT_IN_GRIDS):
         return False
     return [argument.name for argument in command.arguments] == ["ckpt"]
+
+
+def _checkpoints(path: Path, where: str, given: Any, first: GridStep) -> list[str]:
+    """The checkpoints that the file names, each once, those of a pattern in the order of their names."""
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
+        raise ConfigError(f"{where}: expected checkpoint paths or patterns; got {_shown(given)}", path=path)
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        names = [pattern]
+        if glob.has_magic(pattern) and not Path(pattern).exists():
+            names = sorted(one for one in glob.glob(pattern, recursive=True) if not one.endswith(".bnn"))
+            if not names:
+                raise MissingInput(f"{where}: no file matches {pattern!r}", path=pattern)
+        elif not _is_there(pattern, first):
+            hint = "paths are relative to where grid runs; name a run without a checkpoint as extract-features named it"
+            raise MissingInput(f"{where}: {pattern} does not exist", hint=hint, path=pattern)
+        for name in names:
+            found.setdefault(os.path.abspath(name), name)
+    return list(found.values())
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else repr(value)[:80]
+
+
+_MAKES_ITS_CHECKPOINT = ("train", "extract-features")
+
+
+def _is_there(name: str, first: GridStep) -> bool:
+    """Whether there is a checkpoint or a run of this name, or the first step is to make it."""
+    if "run_dir" in first.values or first.command in _MAKES_ITS_CHECKPOINT or Path(name).exists():
+        return True
+    return RunFolder.of(Path(name), None, is_name=True).root.is_dir()
 
 
 _GPUS, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
@@ -405,74 +330,7 @@ class LinePlace:
     environment: Mapping[str, str]
 
 
-def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
-    """The places that the options ask for.
-
-    Raises:
-        UsageError: torchrun has started this beside others, or a line asks for another device itself.
-        DeviceError: a GPU is not there.
-    """
-    workers = team.rank_and_size()
-    if workers is not None and workers[1] > 1:
-        raise UsageError(
-            f"grid starts its own processes, but torchrun started {workers[1]} copies of it: run it without torchrun",
-            hint="\0devices\0 0,1,2,3 runs a line on each GPU; \0jobs\0 4 runs four on the CPU",
-        )
-    if options.jobs is None and options.devices is None:
-        return [LinePlace("here", {})]
-    for job in jobs:
-        if job.given.get("device", CPU) not in _ANYWHERE:
-            flag = "\0devices\0" if options.jobs is None else "\0jobs\0"
-            where = job.step.keys.get("device", job.step.where)
-            raise UsageError(f"{where}: {flag} sets where lines run; omit device or {flag}")
-    if options.jobs is not None:
-        environment = {_GPUS: "", **shared_threads(options.jobs)}
-        return [LinePlace(f"cpu {number}", environment) for number in range(options.jobs)]
-    visible = _visible([int(one) for one in options.places if one != CPU])
-    threads = shared_threads(len(options.places))
-    return [
-        LinePlace(CPU if one == CPU else f"cuda:{one}", {_GPUS: "" if one == CPU else visible[int(one)], **threads})
-        for one in options.places
-    ]
-
-
-def _visible(numbers: list[int]) -> dict[int, str]:
-    """What CUDA calls each of these GPUs, which are counted among those that this process may see."""
-    if not numbers:
-        return {}
-    count = 0 if device_name("auto") == CPU else torch.cuda.device_count()
-    missing = [number for number in numbers if number >= count]
-    if missing:
-        there = f"have {count}, numbered from 0" if count else "PyTorch finds no GPU on this machine"
-        raise DeviceError(
-            f"\0devices\0: no GPU {missing[0]}: {there}",
-            hint="use the CPU with \0jobs\0 N or \0devices\0 cpu",
-        )
-    names = [one.strip() for one in os.environ.get(_GPUS, "").split(",") if one.strip()]
-    return {number: names[number] if names else str(number) for number in numbers}
-
-
-def shared_threads(count: int) -> dict[str, str]:
-    """The threads of each of so many processes, where nobody has said how many, and there are several."""
-    if count == 1 or _THREADS in os.environ:
-        return {}
-    return {_THREADS: str(max(1, cores() // count))}
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-MAX_JOBS = 10_000
-_RESUME = "resume"
-_OPTION_FIRST = re.compile("\0([a-z0-9_]+)\0: ")  # of a refusal that is of one option
-_COMES_LAST = (
-    "evaluate",
-    "compare",
-    "report",
-)  # these read predictions, and draws that they find: what is there must not be chance
+Axes = Mapping[tuple[str, str], int]  # which value of an option of a step, by both names
 
 
 @dataclass(frozen=True)
@@ -518,68 +376,75 @@ class Job:
         return f"{place}.{self.key[:8]}"
 
 
-def plan_jobs(grid: GridFile) -> list[Job]:
-    """All lines, each checked as the command line checks it.
+def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
+    """The places that the options ask for.
 
     Raises:
-        ConfigError: a line that its command refuses, or too many; names the step.
+        UsageError: torchrun has started this beside others, or a line asks for another device itself.
+        DeviceError: a GPU is not there.
     """
-    jobs: list[Job] = []
-    values = (one for step in grid.steps for alternatives in step.values.values() for one in alternatives)
-    referred = {name for name, _ in references(values)}
-    for checkpoint, called in checkpoint_names(grid.checkpoints).items():
-        earlier = _Earlier(grid, checkpoint, called, referred, {}, set())
-        for step in grid.steps:
-            own: list[Job] = []
-            for axes, chosen, parts in _branches(step, earlier.jobs):
-                if len(jobs) + len(own) == MAX_JOBS:
-                    raise ConfigError(
-                        f"{grid.path}: expected at most {MAX_JOBS:,} lines; this grid has more", path=grid.path
-                    )
-                own.append(earlier.job(len(jobs) + len(own), step, axes, chosen=chosen, parts=parts))
-            if not own:
-                raise grid.fault(step.where, "no lines: the steps that it refers to have no values in common")
-            earlier.jobs[step.name] = own
-            jobs += own
-    return jobs
-
-
-def _branches(
-    step: GridStep, of_steps: Mapping[str, list[Job]]
-) -> Iterator[tuple[Axes, dict[str, Any], dict[str, list[Job]]]]:
-    """Each choice of a step's own values with each combination of the jobs that these refer to, by what refers to them."""
-    for places in product(*(range(len(step.values[option])) for option in step.axes)):
-        own = dict(zip(step.axes, places, strict=True))
-        chosen = {name: values[own.get(name, 0)] for name, values in step.values.items()}
-        for axes, parts in _combinations(references(chosen.values()), of_steps, {}):
-            yield {**axes, **{(step.name, option): place for option, place in own.items()}}, chosen, parts
-
-
-def _combinations(
-    referred: Sequence[tuple[str, bool]], of_steps: Mapping[str, list[Job]], axes: Axes
-) -> Iterator[tuple[Axes, dict[str, list[Job]]]]:
-    """Jobs of the steps that are referred to, as they go together: none is of two values of one option."""
-    if not referred:
-        yield axes, {}
-        return
-    (name, is_all), *others = referred
-    for more, jobs in _groups(of_steps[name], own=name if is_all else None):
-        if _agree(axes, more):
-            for whole, parts in _combinations(others, of_steps, {**axes, **more}):
-                yield whole, {f"{name}{'*' if is_all else ''}": jobs, **parts}
-
-
-def _groups(jobs: Iterable[Job], *, own: str | None) -> list[tuple[Axes, list[Job]]]:
-    """Jobs of a step by their values; with `own`, those together that differ in values of that step alone."""
-    found: dict[tuple[Any, ...], tuple[Axes, list[Job]]] = {}
+    workers = team.rank_and_size()
+    if workers is not None and workers[1] > 1:
+        raise UsageError(
+            f"grid starts its own processes, but torchrun started {workers[1]} copies of it: run it without torchrun",
+            hint="\0devices\0 0,1,2,3 runs a line on each GPU; \0jobs\0 4 runs four on the CPU",
+        )
+    if options.jobs is None and options.devices is None:
+        return [LinePlace("here", {})]
     for job in jobs:
-        axes = {key: place for key, place in job.axes.items() if key[0] != own}
-        found.setdefault(tuple(sorted(axes.items())), (axes, []))[1].append(job)
-    return list(found.values())
+        if job.given.get("device", CPU) not in _ANYWHERE:
+            flag = "\0devices\0" if options.jobs is None else "\0jobs\0"
+            where = job.step.keys.get("device", job.step.where)
+            raise UsageError(f"{where}: {flag} sets where lines run; omit device or {flag}")
+    if options.jobs is not None:
+        environment = {_GPUS: "", **shared_threads(options.jobs)}
+        return [LinePlace(f"cpu {number}", environment) for number in range(options.jobs)]
+    visible = _visible([int(one) for one in options.places if one != CPU])
+    threads = shared_threads(len(options.places))
+    return [
+        LinePlace(CPU if one == CPU else f"cuda:{one}", {_GPUS: "" if one == CPU else visible[int(one)], **threads})
+        for one in options.places
+    ]
 
 
-def _agree(one: Axes, other: Axes) -> bool:
-    return all(other.get(key, place) == place for key, place in one.items())
+def shared_threads(count: int) -> dict[str, str]:
+    """The threads of each of so many processes, where nobody has said how many, and there are several."""
+    if count == 1 or _THREADS in os.environ:
+        return {}
+    return {_THREADS: str(max(1, cores() // count))}
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _visible(numbers: list[int]) -> dict[int, str]:
+    """What CUDA calls each of these GPUs, which are counted among those that this process may see."""
+    if not numbers:
+        return {}
+    count = 0 if device_name("auto") == CPU else torch.cuda.device_count()
+    missing = [number for number in numbers if number >= count]
+    if missing:
+        there = f"have {count}, numbered from 0" if count else "PyTorch finds no GPU on this machine"
+        raise DeviceError(
+            f"\0devices\0: no GPU {missing[0]}: {there}",
+            hint="use the CPU with \0jobs\0 N or \0devices\0 cpu",
+        )
+    names = [one.strip() for one in os.environ.get(_GPUS, "").split(",") if one.strip()]
+    return {number: names[number] if names else str(number) for number in numbers}
+
+
+MAX_JOBS = 10_000
+MAX_NAME = 100  # letters, as of an artifact's
+_RESUME = "resume"
+_OPTION_FIRST = re.compile("\0([a-z0-9_]+)\0: ")  # of a refusal that is of one option
+_COMES_LAST = (
+    "evaluate",
+    "compare",
+    "report",
+)  # these read predictions, and draws that they find: what is there must not be chance
 
 
 @dataclass(frozen=True)
@@ -664,6 +529,95 @@ class _Earlier:
         return line
 
 
+def plan_jobs(grid: GridFile) -> list[Job]:
+    """All lines, each checked as the command line checks it.
+
+    Raises:
+        ConfigError: a line that its command refuses, or too many; names the step.
+    """
+    jobs: list[Job] = []
+    values = (one for step in grid.steps for alternatives in step.values.values() for one in alternatives)
+    referred = {name for name, _ in references(values)}
+    for checkpoint, called in checkpoint_names(grid.checkpoints).items():
+        earlier = _Earlier(grid, checkpoint, called, referred, {}, set())
+        for step in grid.steps:
+            own: list[Job] = []
+            for axes, chosen, parts in _branches(step, earlier.jobs):
+                if len(jobs) + len(own) == MAX_JOBS:
+                    raise ConfigError(
+                        f"{grid.path}: expected at most {MAX_JOBS:,} lines; this grid has more", path=grid.path
+                    )
+                own.append(earlier.job(len(jobs) + len(own), step, axes, chosen=chosen, parts=parts))
+            if not own:
+                raise grid.fault(step.where, "no lines: the steps that it refers to have no values in common")
+            earlier.jobs[step.name] = own
+            jobs += own
+    return jobs
+
+
+def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
+    """What tells the checkpoints apart in names of files: the file's own name, or where two share it the whole path."""
+    stems = Counter(Path(one).stem for one in checkpoints)
+    found: dict[str, str] = {}
+    for one in checkpoints:
+        name, path = Path(one).stem, os.path.normpath(one)
+        if stems[name] > 1:
+            name = re.sub(r"[/\\]+", "-", path).strip("-.")
+        if name in found.values():
+            name = f"{name}-{json_sha256(path)[:8]}"
+        found[one] = name
+    return found
+
+
+def filled(value: Any, names: Mapping[str, list[str]]) -> Any:
+    """A value with what its references stand for; of a list a text is there once for each of several.
+
+    Args:
+        names: by reference, with its star where it has one.
+    """
+    if not isinstance(value, list):
+        return _filled(value, names)[0] if isinstance(value, str) else value
+    return [one for item in value for one in (_filled(item, names) if isinstance(item, str) else [item])]
+
+
+def _filled(text: str, names: Mapping[str, list[str]]) -> list[str]:
+    several = next((one[0][1:-1] for one in REFERENCE.finditer(text) if one[2]), None)
+    first = {key: known[0] for key, known in names.items()}
+    rounds = [{}] if several is None else [{several: chosen} for chosen in names[several]]
+    return [_replaced(text, first | chosen) for chosen in rounds]
+
+
+def _replaced(text: str, names: Mapping[str, str]) -> str:
+    return REFERENCE.sub(lambda one: names[one[0][1:-1]], text)
+
+
+def line_name(step: GridStep, axes: Axes, steps: Mapping[str, GridStep]) -> str:
+    """The step's name, with each value that is one of several, those of the steps that it refers to first."""
+    words = [step.name, *(_word(option, steps[of].values[option][place]) for (of, option), place in axes.items())]
+    return "-".join(words)
+
+
+def _word(option: str, value: Any) -> str:
+    """A value in a name: a plain word as it is, anything else behind the option."""
+    flag = flag_of(option)[2:]
+    if isinstance(value, bool):
+        return flag if value else f"no-{flag}"
+    text = "+".join(value) if isinstance(value, list) else number_text(value)
+    if re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", text):
+        return text
+    return flag + re.sub(r"[^A-Za-z0-9_-]+", "-", re.sub(r"(?<=\d)\.(?=\d)", "p", text)).strip("-")
+
+
+def number_text(value: Any) -> str:
+    """A number in the shortest words that give it back; anything else as it is."""
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def shortened(name: str) -> str:
+    """A name of at most MAX_NAME letters: a long one with a digest for its end."""
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 9]}-{json_sha256(name)[:8]}"
+
+
 def _refusal(line: CommandLine) -> str | None:
     """What the command line says against a line; None where it takes it."""
     try:
@@ -673,3 +627,53 @@ def _refusal(line: CommandLine) -> str | None:
     except (BnnError, ValueError, LookupError) as error:
         return error.message if isinstance(error, BnnError) else str(error)
     return None
+
+
+def _branches(
+    step: GridStep, of_steps: Mapping[str, list[Job]]
+) -> Iterator[tuple[Axes, dict[str, Any], dict[str, list[Job]]]]:
+    """Each choice of a step's own values with each combination of the jobs that these refer to, by what refers to them."""
+    for places in product(*(range(len(step.values[option])) for option in step.axes)):
+        own = dict(zip(step.axes, places, strict=True))
+        chosen = {name: values[own.get(name, 0)] for name, values in step.values.items()}
+        for axes, parts in _combinations(references(chosen.values()), of_steps, {}):
+            yield {**axes, **{(step.name, option): place for option, place in own.items()}}, chosen, parts
+
+
+def _combinations(
+    referred: Sequence[tuple[str, bool]], of_steps: Mapping[str, list[Job]], axes: Axes
+) -> Iterator[tuple[Axes, dict[str, list[Job]]]]:
+    """Jobs of the steps that are referred to, as they go together: none is of two values of one option."""
+    if not referred:
+        yield axes, {}
+        return
+    (name, is_all), *others = referred
+    for more, jobs in _groups(of_steps[name], own=name if is_all else None):
+        if _agree(axes, more):
+            for whole, parts in _combinations(others, of_steps, {**axes, **more}):
+                yield whole, {f"{name}{'*' if is_all else ''}": jobs, **parts}
+
+
+def _groups(jobs: Iterable[Job], *, own: str | None) -> list[tuple[Axes, list[Job]]]:
+    """Jobs of a step by their values; with `own`, those together that differ in values of that step alone."""
+    found: dict[tuple[Any, ...], tuple[Axes, list[Job]]] = {}
+    for job in jobs:
+        axes = {key: place for key, place in job.axes.items() if key[0] != own}
+        found.setdefault(tuple(sorted(axes.items())), (axes, []))[1].append(job)
+    return list(found.values())
+
+
+def _agree(one: Axes, other: Axes) -> bool:
+    return all(other.get(key, place) == place for key, place in one.items())
+
+
+def references(values: Iterable[Any]) -> list[tuple[str, bool]]:
+    """Steps whose posteriors these values name, and whether each is all of that step's own axes together."""
+    found = (one for value in values for text in texts(value) for one in REFERENCE.finditer(text))
+    pairs = dict.fromkeys((one[1], bool(one[2])) for one in found)
+    return [pair for pair in pairs if pair[0] not in (CHECKPOINT, JOB)]
+
+
+def texts(value: Any) -> list[str]:
+    """The texts of a value, in which references may stand."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]

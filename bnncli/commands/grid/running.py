@@ -30,71 +30,10 @@ from bnncli.session.run import Run
 from bnncli.system.input_files import read_object
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What there was to see at one time.
-
-    Args:
-        artifacts: digests of the contents of those of the run, by their paths.
-        settings: what sets options beside the line itself.
-    """
-
-    artifacts: Mapping[Path, str]
-    settings: Mapping[str, object]
-
-    def digest(self, *, apart_from: Collection[Path]) -> str:
-        """Of all that is there but some artifacts: of lines beside it, for which it does not wait, so that these are chance."""
-        others = {path.resolve() for path in apart_from}
-        found = {str(path): text for path, text in self.artifacts.items() if path.resolve() not in others}
-        return json_sha256({"artifacts": found, **self.settings})
+def _state_of(folder: Path) -> Path:
+    return folder / "state.json"
 
 
-def seen_by(job: Job, config: str | None) -> Seen | None:
-    """What a line that makes no artifact can see: the artifacts of its run by their contents, and what sets options.
-
-    None for a line that makes artifacts, which tells itself whether they are up to date; and where it is not known which run it sees.
-
-    Args:
-        config: the configuration file that was named.
-    """
-    if job.step.makes_artifacts:
-        return None
-    variables = {name: value for name, value in os.environ.items() if name.startswith("BNNCLI_")}
-    path = Path(config or variables.get("BNNCLI_CONFIG") or "bnncli.toml")
-    settings = path.read_bytes() if path.is_file() else b""
-    if b"run-dir" in settings or b"run_dir" in settings:
-        return None
-    own = f"BNNCLI_{job.step.command}_RUN_DIR".upper().replace("-", "_")
-    run_dir = job.given.get("run_dir", variables.get(own, variables.get("BNNCLI_RUN_DIR")))
-    digest = hashlib.sha256(settings).hexdigest()
-    return Seen(_artifacts(job, run_dir), {"variables": variables, "config": digest})
-
-
-def _artifacts(job: Job, run_dir: str | None) -> dict[Path, str]:
-    """Digests of the contents of the artifacts in a run folder, by their paths."""
-    found: dict[Path, str] = {}
-    try:
-        folder = RunFolder.of(Path(job.checkpoint), run_dir, is_name=True)
-    except BnnError:
-        return found
-    features = [folder.features(name) for name in folder.splits()]
-    for path in [
-        *features,
-        *folder.posteriors(),
-        *folder.prediction_files(),
-        *folder.decision_files(),
-        *folder.metrics_files(),
-    ]:
-        try:
-            found[path] = read_header(path).content_digest
-        except NOT_OF_CONTENT:
-            raise
-        except BnnError:
-            found[path] = "damaged"
-    return found
-
-
-SCHEMA = "bnncli.grid/1"
 DONE, UP_TO_DATE, FAILED, SKIPPED = "done", "up_to_date", "failed", "skipped"
 
 
@@ -124,6 +63,36 @@ class Ended:
     def is_good(self) -> bool:
         """Whether lines that wait for it may begin."""
         return self.state in (DONE, UP_TO_DATE)
+
+
+def _ended(entry: dict[str, Any]) -> Ended:
+    found = Ended(**{**entry, "outputs": tuple(entry["outputs"])})
+    if not all(isinstance(one, str) for one in (found.state, found.why, *found.outputs)):
+        raise TypeError(entry)
+    return found
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there was to see at one time.
+
+    Args:
+        artifacts: digests of the contents of those of the run, by their paths.
+        settings: what sets options beside the line itself.
+    """
+
+    artifacts: Mapping[Path, str]
+    settings: Mapping[str, object]
+
+    def digest(self, *, apart_from: Collection[Path]) -> str:
+        """Of all that is there but some artifacts: of lines beside it, for which it does not wait, so that these are chance."""
+        others = {path.resolve() for path in apart_from}
+        found = {str(path): text for path, text in self.artifacts.items() if path.resolve() not in others}
+        return json_sha256({"artifacts": found, **self.settings})
+
+
+SCHEMA = "bnncli.grid/1"
+WRITTEN = ("plot", "table", "dense", "out")  # options of a file or folder, which no two lines may share
 
 
 @dataclass
@@ -209,18 +178,77 @@ class Journal:
         return known if all(path.exists() for path in written) else None
 
 
-def _state_of(folder: Path) -> Path:
-    return folder / "state.json"
-
-
-def _ended(entry: dict[str, Any]) -> Ended:
-    found = Ended(**{**entry, "outputs": tuple(entry["outputs"])})
-    if not all(isinstance(one, str) for one in (found.state, found.why, *found.outputs)):
-        raise TypeError(entry)
-    return found
-
-
 _POLL = 0.05  # seconds between looks at what runs
+
+
+@dataclass
+class Running:
+    """A line that runs.
+
+    Args:
+        journal: where its document and log lie.
+        started: when, by the monotonic clock.
+    """
+
+    job: Job
+    journal: Journal
+    process: subprocess.Popen[bytes]
+    started: float
+
+    @classmethod
+    def start(cls, job: Job, place: LinePlace, journal: Journal, *, config: str | None) -> Running:
+        """The line, begun in a process group of its own: what a terminal tells all processes is for the grid to pass on."""
+        words = [*program(), *as_run(job, config).words()[1:], "--json", "--progress", "log"]
+        environment = {name: value for name, value in os.environ.items() if not _is_of_torchrun(name)}
+        document = journal.document(job)
+        document.unlink(missing_ok=True)  # a line of a grid that was killed may still be writing its own
+        with open(document, "wb") as results, open(journal.log(job), "ab") as said:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=results,
+                stderr=said,
+                env=environment | dict(place.environment),
+                process_group=0,
+                preexec_fn=partial(die_with, os.getpid()),
+            )
+        return cls(job, journal, process, time.monotonic())
+
+    def ended(self) -> Ended | None:
+        """How it ended; None while it runs. Raises ReadError where what it has said cannot be read."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        code = 128 - code if code < 0 else code
+        told, seconds = self._told(), round(time.monotonic() - self.started, 3)
+        outputs = tuple(str(one["path"]) for one in told.get("outputs", []) if isinstance(one, dict) and "path" in one)
+        warnings = len(told.get("warnings", []))
+        if code == Exit.OK and told:
+            state = UP_TO_DATE if told.get("action") == "up_to_date" else DONE
+            return Ended(state, code, seconds, outputs=outputs, warnings=warnings)
+        return Ended(FAILED, code, seconds, self._why(told, code), outputs, warnings)
+
+    def _told(self) -> dict[str, Any]:
+        """Its document; nothing where it ended before it wrote one. Raises ReadError where the disk does not give it."""
+        try:
+            return read_object(self.journal.document(self.job))
+        except (MissingInput, DataError):
+            return {}
+
+    def _why(self, told: dict[str, Any], code: int) -> str:
+        """Why it failed, in one line, and what to do."""
+        error = told.get("error")
+        if isinstance(error, dict) and error.get("message"):
+            return printable(str(error["message"]) + BnnError("", hint=error.get("hint")).advice)
+        if code == 128 + signal.SIGKILL:
+            return "killed by SIGKILL, probably because the system ran out of memory"
+        if code > 128:
+            return f"ended by {_signal_name(code - 128)}"
+        try:
+            lines = self.journal.log(self.job).read_bytes().decode(errors="replace").strip().splitlines()
+        except OSError as error:
+            return f"cannot read its log: {os.strerror(error.errno or 0)}"
+        return printable(lines[-1])[:300] if lines else "it printed nothing"
 
 
 @dataclass
@@ -330,15 +358,112 @@ class Schedule:
         self.journal.saw(self.jobs, self.seen)
 
 
-WRITTEN = ("plot", "table", "dense", "out")  # options of a file or folder, which no two lines may share
-# Of commands whose results are not named by --name: the options that say what is written.
-_CHOOSING = {
-    "train": (),
-    "extract-features": ("data", "ood", "hold_out", "from_npz"),
-    "predict": ("posterior", "integrator", "layers", "split"),
-    "evaluate": ("posterior", "integrator", "layers"),
+def seen_by(job: Job, config: str | None) -> Seen | None:
+    """What a line that makes no artifact can see: the artifacts of its run by their contents, and what sets options.
+
+    None for a line that makes artifacts, which tells itself whether they are up to date; and where it is not known which run it sees.
+
+    Args:
+        config: the configuration file that was named.
+    """
+    if job.step.makes_artifacts:
+        return None
+    variables = {name: value for name, value in os.environ.items() if name.startswith("BNNCLI_")}
+    path = Path(config or variables.get("BNNCLI_CONFIG") or "bnncli.toml")
+    settings = path.read_bytes() if path.is_file() else b""
+    if b"run-dir" in settings or b"run_dir" in settings:
+        return None
+    own = f"BNNCLI_{job.step.command}_RUN_DIR".upper().replace("-", "_")
+    run_dir = job.given.get("run_dir", variables.get(own, variables.get("BNNCLI_RUN_DIR")))
+    digest = hashlib.sha256(settings).hexdigest()
+    return Seen(_artifacts(job, run_dir), {"variables": variables, "config": digest})
+
+
+def _artifacts(job: Job, run_dir: str | None) -> dict[Path, str]:
+    """Digests of the contents of the artifacts in a run folder, by their paths."""
+    found: dict[Path, str] = {}
+    try:
+        folder = RunFolder.of(Path(job.checkpoint), run_dir, is_name=True)
+    except BnnError:
+        return found
+    features = [folder.features(name) for name in folder.splits()]
+    for path in [
+        *features,
+        *folder.posteriors(),
+        *folder.prediction_files(),
+        *folder.decision_files(),
+        *folder.metrics_files(),
+    ]:
+        try:
+            found[path] = read_header(path).content_digest
+        except NOT_OF_CONTENT:
+            raise
+        except BnnError:
+            found[path] = "damaged"
+    return found
+
+
+def program() -> list[str]:
+    """The words that run bnncli as this process does; like the console script, without the folder where it is run among Python's own."""
+    is_safe = os.getcwd() not in sys.path
+    return [sys.executable, *(["-P"] if is_safe else []), "-m", "bnncli"]
+
+
+_WAIT = 60  # seconds for a lock: the lines of a grid that was killed may still be saving their states
+
+
+def as_run(job: Job, config: str | None) -> CommandLine:
+    """The line as the grid runs it: with the configuration file that the grid was given, and patient with locks."""
+    line = job.line.having("config", config)
+    return line.having("wait", _WAIT) if "wait" in job.step.options and not line.gives("wait") else line
+
+
+# What torchrun tells a process: a line of a grid is no worker of whoever started the grid.
+_OF_TORCHRUN = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
 }
-_SHARED = {spec.name for group in (*COMPUTE, NameOptions, InputOptions) for spec in fields(group)} - {"seed"}
+
+
+def _is_of_torchrun(name: str) -> bool:
+    return name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_")
+
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: a process that was just forked looks for nothing
+
+
+def die_with(parent: int) -> None:
+    """What a new process does first: it will be told to stop when the process that began it is gone, however that went."""
+    if _PRCTL is not None:  # Linux; elsewhere a grid that is killed leaves its lines to end by themselves
+        _PRCTL(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:  # gone before it could be asked for
+        os._exit(128 + signal.SIGTERM)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+GRACE = 60.0  # seconds that lines have to save their states, before they are killed
+
+
+def stop(running: list[Running], *, grace: float = GRACE) -> None:
+    """End lines, which save their states; those that have not after a while, in seconds, are killed."""
+    for one in running:
+        with contextlib.suppress(ProcessLookupError):
+            one.process.terminate()
+    deadline = time.monotonic() + grace
+    for one in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.0, deadline - time.monotonic()))
+    for one in running:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
 
 
 def check_apart(grid: GridFile, jobs: list[Job]) -> None:
@@ -368,6 +493,15 @@ def run_folder_of(job: Job) -> Path:
     return Path(os.path.abspath(RunFolder.of(Path(job.checkpoint), job.given.get("run_dir"), is_name=True).root))
 
 
+# Of commands whose results are not named by --name: the options that say what is written.
+_CHOOSING = {
+    "train": (),
+    "extract-features": ("data", "ood", "hold_out", "from_npz"),
+    "predict": ("posterior", "integrator", "layers", "split"),
+    "evaluate": ("posterior", "integrator", "layers"),
+}
+
+
 def _results(job: Job) -> Iterator[tuple[tuple[object, ...], str]]:
     """What tells the job's results from others', and what they are called."""
     command = job.step.command
@@ -378,25 +512,9 @@ def _results(job: Job) -> Iterator[tuple[tuple[object, ...], str]]:
         yield (command, *(values_of(job, _choosing(command)))), ""
 
 
-def _choosing(command: str) -> set[str]:
-    return {*_CHOOSING[command], *(settings_of("integrators") if command == "predict" else ())}
-
-
-def values_of(job: Job, names: Iterable[str]) -> list[tuple[str, str]]:
-    """These options of a line with their values, in an order of their own."""
-    return sorted((name, value) for name, value in job.line.parts if name is not None and name in names)
-
-
 def _is_same(job: Job, other: Job) -> bool:
     """Whether two unnamed results of one place are the same, as their lines differ in nothing that changes numbers."""
     return not job.step.takes_name and not _differing(job, other)
-
-
-def _differing(job: Job, other: Job) -> list[str]:
-    """Options in which two lines of a command differ that change the numbers of what is written there."""
-    options, chosen = job.step.options, _choosing(job.step.command)
-    names = {name for name in options if name not in chosen | _SHARED and options[name][0].metadata["numeric"]}
-    return sorted(name for name in names if values_of(job, (name,)) != values_of(other, (name,)))
 
 
 def _clash(job: Job, other: Job, name: str) -> str:
@@ -414,6 +532,25 @@ def _clash(job: Job, other: Job, name: str) -> str:
     return f"{said}: keep one value, or give each its own run folder with run-dir"
 
 
+_SHARED = {spec.name for group in (*COMPUTE, NameOptions, InputOptions) for spec in fields(group)} - {"seed"}
+
+
+def _differing(job: Job, other: Job) -> list[str]:
+    """Options in which two lines of a command differ that change the numbers of what is written there."""
+    options, chosen = job.step.options, _choosing(job.step.command)
+    names = {name for name in options if name not in chosen | _SHARED and options[name][0].metadata["numeric"]}
+    return sorted(name for name in names if values_of(job, (name,)) != values_of(other, (name,)))
+
+
+def _choosing(command: str) -> set[str]:
+    return {*_CHOOSING[command], *(settings_of("integrators") if command == "predict" else ())}
+
+
+def values_of(job: Job, names: Iterable[str]) -> list[tuple[str, str]]:
+    """These options of a line with their values, in an order of their own."""
+    return sorted((name, value) for name, value in job.line.parts if name is not None and name in names)
+
+
 def _written(job: Job) -> Iterator[tuple[str, str]]:
     """Files and folders that the line names to be written, each with its option."""
     for option in WRITTEN:
@@ -426,130 +563,3 @@ def _shared_file(grid: GridFile, job: Job, option: str) -> ConfigError:
     instead = path.with_name(f"{path.stem}-{{{JOB}}}{path.suffix}")
     said = f"several lines would write {path}: put {{{JOB}}} into the name, such as {instead}"
     return grid.fault(job.step.keys.get(option, f"{job.step.where} {flag}"), said)
-
-
-# What torchrun tells a process: a line of a grid is no worker of whoever started the grid.
-_OF_TORCHRUN = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-}
-_WAIT = 60  # seconds for a lock: the lines of a grid that was killed may still be saving their states
-GRACE = 60.0  # seconds that lines have to save their states, before they are killed
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: a process that was just forked looks for nothing
-
-
-def program() -> list[str]:
-    """The words that run bnncli as this process does; like the console script, without the folder where it is run among Python's own."""
-    is_safe = os.getcwd() not in sys.path
-    return [sys.executable, *(["-P"] if is_safe else []), "-m", "bnncli"]
-
-
-def as_run(job: Job, config: str | None) -> CommandLine:
-    """The line as the grid runs it: with the configuration file that the grid was given, and patient with locks."""
-    line = job.line.having("config", config)
-    return line.having("wait", _WAIT) if "wait" in job.step.options and not line.gives("wait") else line
-
-
-@dataclass
-class Running:
-    """A line that runs.
-
-    Args:
-        journal: where its document and log lie.
-        started: when, by the monotonic clock.
-    """
-
-    job: Job
-    journal: Journal
-    process: subprocess.Popen[bytes]
-    started: float
-
-    @classmethod
-    def start(cls, job: Job, place: LinePlace, journal: Journal, *, config: str | None) -> Running:
-        """The line, begun in a process group of its own: what a terminal tells all processes is for the grid to pass on."""
-        words = [*program(), *as_run(job, config).words()[1:], "--json", "--progress", "log"]
-        environment = {name: value for name, value in os.environ.items() if not _is_of_torchrun(name)}
-        document = journal.document(job)
-        document.unlink(missing_ok=True)  # a line of a grid that was killed may still be writing its own
-        with open(document, "wb") as results, open(journal.log(job), "ab") as said:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=results,
-                stderr=said,
-                env=environment | dict(place.environment),
-                process_group=0,
-                preexec_fn=partial(die_with, os.getpid()),
-            )
-        return cls(job, journal, process, time.monotonic())
-
-    def ended(self) -> Ended | None:
-        """How it ended; None while it runs. Raises ReadError where what it has said cannot be read."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        code = 128 - code if code < 0 else code
-        told, seconds = self._told(), round(time.monotonic() - self.started, 3)
-        outputs = tuple(str(one["path"]) for one in told.get("outputs", []) if isinstance(one, dict) and "path" in one)
-        warnings = len(told.get("warnings", []))
-        if code == Exit.OK and told:
-            state = UP_TO_DATE if told.get("action") == "up_to_date" else DONE
-            return Ended(state, code, seconds, outputs=outputs, warnings=warnings)
-        return Ended(FAILED, code, seconds, self._why(told, code), outputs, warnings)
-
-    def _told(self) -> dict[str, Any]:
-        """Its document; nothing where it ended before it wrote one. Raises ReadError where the disk does not give it."""
-        try:
-            return read_object(self.journal.document(self.job))
-        except (MissingInput, DataError):
-            return {}
-
-    def _why(self, told: dict[str, Any], code: int) -> str:
-        """Why it failed, in one line, and what to do."""
-        error = told.get("error")
-        if isinstance(error, dict) and error.get("message"):
-            return printable(str(error["message"]) + BnnError("", hint=error.get("hint")).advice)
-        if code == 128 + signal.SIGKILL:
-            return "killed by SIGKILL, probably because the system ran out of memory"
-        if code > 128:
-            return f"ended by {_signal_name(code - 128)}"
-        try:
-            lines = self.journal.log(self.job).read_bytes().decode(errors="replace").strip().splitlines()
-        except OSError as error:
-            return f"cannot read its log: {os.strerror(error.errno or 0)}"
-        return printable(lines[-1])[:300] if lines else "it printed nothing"
-
-
-def stop(running: list[Running], *, grace: float = GRACE) -> None:
-    """End lines, which save their states; those that have not after a while, in seconds, are killed."""
-    for one in running:
-        with contextlib.suppress(ProcessLookupError):
-            one.process.terminate()
-    deadline = time.monotonic() + grace
-    for one in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            one.process.wait(max(0.0, deadline - time.monotonic()))
-    for one in running:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
-
-
-def die_with(parent: int) -> None:
-    """What a new process does first: it will be told to stop when the process that began it is gone, however that went."""
-    if _PRCTL is not None:  # Linux; elsewhere a grid that is killed leaves its lines to end by themselves
-        _PRCTL(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != parent:  # gone before it could be asked for
-        os._exit(128 + signal.SIGTERM)
-
-
-def _is_of_torchrun(name: str) -> bool:
-    return name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

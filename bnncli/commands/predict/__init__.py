@@ -14,6 +14,7 @@ from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.integrators._partitions import NUM_GROUPS, num_group_mean_rows
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
+from bnncli.names import counted
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.predict import PredictOptions
 from bnncli.session import revisions as _revisions
@@ -57,17 +58,8 @@ COMMAND = Command(
 )
 
 
-@dataclass(frozen=True)
-class PosteriorFile:
-    """The file of a posterior to predict with."""
-
-    path: Path
-    header: Header
-    source: Source
-
-
 def run(run: Run, options: PredictOptions) -> Result:
-    """Predict what was asked for; what cannot be used is skipped with a warning unless it was named."""
+    """Predict each split by each posterior and integrator. Skip what cannot be used with a warning, unless it was named."""
     from bnncli.commands.predict.table import check_table_path, decide, make_table, parse_merges, rule_columns
 
     options.check_together()
@@ -98,8 +90,8 @@ def run(run: Run, options: PredictOptions) -> Result:
             code="stale_input",
             hint=run.suggest("status"),
         )
-    counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
     if not run.write.dry_run:
+        counts = f"{counted(len(total.outputs), 'file')}, {counted(len(splits), 'split')}"
         total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(run, total.outputs)]
     files = [Path(output["path"]) for output in total.outputs]
     decided: list[SplitDecisions] = []
@@ -108,64 +100,23 @@ def run(run: Run, options: PredictOptions) -> Result:
         total.extra["decisions"] = [row for one in decided for row in one.to_json()]
         total.summary += [line for one in decided for line in one.lines()]
     if options.table is not None and is_leader():
-        names = {split.content.name: split.content.names for split in splits}
-        columns: dict[str, Any] = {
-            "decided": decided,
-            "merges": merges,
-            "classes": classes,
-            "probabilities": options.probabilities,
-            "is_raw": options.raw_text,
-        }
-        total.add(make_table(run, Path(options.table), files, names=names, **columns))
+        table = make_table(
+            run,
+            Path(options.table),
+            files,
+            merges=merges,
+            classes=classes,
+            names={split.content.name: split.content.names for split in splits},
+            probabilities=options.probabilities,
+            decided=decided,
+            is_raw=options.raw_text,
+        )
+        total.add(table)
     return total
 
 
-def _pairs(
-    run: Run, options: PredictOptions, posteriors: list[PosteriorFile], num_classes: int
-) -> Iterator[tuple[Predictor, IntegratorChoice, Source]]:
-    """Each posterior with each integrator that it is predicted by; what does not fit and was not named is skipped with a warning."""
-    asked, train = AskedIntegrators.of(options, [one.header for one in posteriors]), TrainData(run, options.trust_code)
-    for posterior in posteriors:
-        choices, refusals = asked.choices(posterior.header, num_classes)
-        for refusal in refusals:
-            if options.posterior:
-                raise refusal
-            run.console.warn(f"skipping {posterior.path.stem}: {refusal.message}")
-        warn_of_few_draws(run, posterior.path, posterior.header, options.samples)
-        predictor = Predictor(run, posterior.path, posterior.header, train)
-        for choice in choices:
-            if ALL not in options.integrator:
-                warn_of_draws(run, posterior.path, posterior.header, choice.name)
-            yield predictor, choice, posterior.source
-
-
-def _predict_new(run: Run, options: PredictOptions) -> Result:
-    """Predict data that are no split of the run."""
-    from bnncli.commands.predict.table import parse_merges, rule_columns
-
-    if run.naming.name is not None or run.naming.out is not None:
-        raise UsageError("\0name\0 and \0out\0 apply to stored predictions; new data only have a \0table\0")
-    posteriors = _posteriors(run, options)
-    classes = list(posterior_classes(run.folder, posteriors[0].header))
-    if not has_exclusive_classes(recorded_name(posteriors[0].header.meta)):
-        _refuse_of_labels(options)
-    taken = rule_columns(run) if options.merge else []
-    merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
-    pairs = list(_pairs(run, options, posteriors, len(classes)))
-    if not pairs:
-        raise DataError("no posterior of the run works with the integrator", hint=run.suggest("status"))
-    from bnncli.commands.predict.new_data import Maker, predict_new
-
-    return predict_new(
-        run,
-        options,
-        [Maker(replace(predictor), choice, source.content_digest) for predictor, choice, source in pairs],
-        merges,
-    )
-
-
 def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
-    """The options with the posterior and the integrator that auto recommends, where neither they nor layers were named."""
+    """Return the options with the posterior and integrator that auto recommends, where no posterior, integrator or layers are named."""
     if options.posterior == [ALL]:
         return replace(options, posterior=[])
     if options.posterior or options.integrator or options.layers is not None:
@@ -180,47 +131,28 @@ def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
     return replace(options, posterior=[found.posterior], integrator=[found.integrator])
 
 
-def _refuse_of_labels(options: PredictOptions) -> None:
-    """Raise UsageError for what is of classes that exclude each other, where an example has several labels."""
-    given = {
-        "\0merge\0": (options.merge, "the probability of a union is not the sum of its members'"),
-        "\0top_k\0": (options.top_k, "each label is present or absent regardless of the others"),
-    }
-    for flag, (is_given, why) in given.items():
-        if is_given:
-            raise UsageError(f"{flag}: the run is multilabel, so its classes are not mutually exclusive: {why}")
+def _predict_new(run: Run, options: PredictOptions) -> Result:
+    """Predict data that are not a split of the run."""
+    from bnncli.commands.predict.new_data import Maker, predict_new
+    from bnncli.commands.predict.table import parse_merges, rule_columns
 
-
-def _about_draws(run: Run, outputs: list[dict[str, Any]]) -> list[str]:
-    """How many draws each posterior was predicted with, and the level of intervals that is not 95%."""
-    from bnncli.commands.predict.table import few_draws_lines
-
-    by_maker = {Path(output["path"]).parent.name: output for output in outputs if output.get("draws")}
-    counts = ", ".join(f"{maker} {output['draws']}" for maker, output in by_maker.items())
-    lines = [f"draws: {counts}"] if counts else []
-    levels: dict[str, tuple[str, float]] = {}
-    for output in outputs:
-        if output.get("draws") and output["interval_level"] is not None:
-            maker = Path(output["path"]).parent.name
-            levels[maker] = maker.partition(".")[0], min(output["interval_level"], levels.get(maker, ("", 1.0))[1])
-    return [*lines, *few_draws_lines(run, levels)]
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
-
-
-def _may_skip(options: PredictOptions, choice: IntegratorChoice, error: BnnError) -> bool:
-    """Whether nobody named this pair of posterior and integrator, and the error is that they do not fit."""
-    is_named = choice.name in options.integrator
-    if error.code == "unsupported_integrator":
-        return not options.posterior or (ALL in options.integrator and not is_named)
-    if isinstance(error, Untrusted):
-        return not options.posterior and options.layers is None
-    return isinstance(error, MissingInput) and not is_named
+    if run.naming.name is not None or run.naming.out is not None:
+        raise UsageError("\0name\0 and \0out\0 apply to stored predictions; new data only have a \0table\0")
+    posteriors = _posteriors(run, options)
+    classes = list(posterior_classes(run.folder, posteriors[0].header))
+    if not has_exclusive_classes(recorded_name(posteriors[0].header.meta)):
+        _refuse_of_labels(options)
+    taken = rule_columns(run) if options.merge else []
+    merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
+    pairs = list(_pairs(run, options, posteriors, len(classes)))
+    if not pairs:
+        raise DataError("no posterior of the run works with the integrator", hint=run.suggest("status"))
+    makers = [Maker(replace(predictor), choice, source.content_digest) for predictor, choice, source in pairs]
+    return predict_new(run, options, makers, merges)
 
 
 def _split_names(run: Run, options: PredictOptions) -> list[str]:
+    """Return the splits to predict: those named, or all except train."""
     names = list(dict.fromkeys(options.split)) or [name for name in run.folder.splits() if name != "train"]
     if not names:
         checkpoint = run.checkpoint_path
@@ -243,8 +175,17 @@ def _split_names(run: Run, options: PredictOptions) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class PosteriorFile:
+    """A posterior to predict with."""
+
+    path: Path
+    header: Header
+    source: Source
+
+
 def _posteriors(run: Run, options: PredictOptions) -> list[PosteriorFile]:
-    """The posteriors to predict with; a stale one is skipped with a warning unless it was named."""
+    """Return the posteriors to predict with. Skip a stale one with a warning, unless it was named."""
     found = []
     for path in _posterior_paths(run, options):
         try:
@@ -271,6 +212,36 @@ def _posterior_paths(run: Run, options: PredictOptions) -> list[Path]:
     return over_layers(run, options.layers, found, are_named=bool(options.posterior), trust_code=options.trust_code)
 
 
+def _refuse_of_labels(options: PredictOptions) -> None:
+    """Raise UsageError for options that need mutually exclusive classes."""
+    given = {
+        "\0merge\0": (options.merge, "the probability of a union is not the sum of its members'"),
+        "\0top_k\0": (options.top_k, "each label is present or absent regardless of the others"),
+    }
+    for flag, (is_given, why) in given.items():
+        if is_given:
+            raise UsageError(f"{flag}: the run is multilabel, so its classes are not mutually exclusive: {why}")
+
+
+def _pairs(
+    run: Run, options: PredictOptions, posteriors: list[PosteriorFile], num_classes: int
+) -> Iterator[tuple[Predictor, IntegratorChoice, Source]]:
+    """Yield each posterior with each of its integrators. Skip pairs that do not fit with a warning, unless named."""
+    asked, train = AskedIntegrators.of(options, [one.header for one in posteriors]), TrainData(run, options.trust_code)
+    for posterior in posteriors:
+        choices, refusals = asked.choices(posterior.header, num_classes)
+        for refusal in refusals:
+            if options.posterior:
+                raise refusal
+            run.console.warn(f"skipping {posterior.path.stem}: {refusal.message}")
+        warn_of_few_draws(run, posterior.path, posterior.header, options.samples)
+        predictor = Predictor(run, posterior.path, posterior.header, train)
+        for choice in choices:
+            if ALL not in options.integrator:
+                warn_of_draws(run, posterior.path, posterior.header, choice.name)
+            yield predictor, choice, posterior.source
+
+
 def _predict(
     run: Run,
     options: PredictOptions,
@@ -279,7 +250,7 @@ def _predict(
     source: Source,
     splits: list[Split],
 ) -> Result:
-    """The predictions of one posterior by one integrator on every split; opened only when there is work."""
+    """Predict every split by one posterior and integrator. Open the posterior only if a prediction is missing."""
     from bnncli.commands.predict.stored import facts_of, predict_split
 
     sources = [source]
@@ -323,10 +294,8 @@ def _request(
     label = run.naming.name or f"{posterior}.{choice.variant}"
     is_sampling, header = choice.integrator.is_sampling, read_header(sources[0].path)
     params = params_of(run, choice, posterior, keep_samples=options.keep_samples)
-    is_drawn = is_sampling and header.meta.get("method") in (
-        "laplace",
-        "refine",
-    )  # and not stored, or of a latent network
+    # Other methods store their draws, or draw a latent network.
+    is_drawn = is_sampling and header.meta.get("method") in ("laplace", "refine")
 
     @cache
     def planned_memory() -> int | None:
@@ -358,3 +327,28 @@ def _estimated_bytes(split: Split, choice: IntegratorChoice, *, keep_samples: bo
         num_groups = min(NUM_GROUPS, num_draws)
         size += 4 * num_groups * num_classes * num_group_mean_rows(num_examples, num_classes, num_groups)
     return size + 2 * num_draws * num_examples * num_classes * keep_samples
+
+
+def _may_skip(options: PredictOptions, choice: IntegratorChoice, error: BnnError) -> bool:
+    """True where the error says that a posterior and an integrator do not fit, and the pair was not named."""
+    is_named = choice.name in options.integrator
+    if error.code == "unsupported_integrator":
+        return not options.posterior or (ALL in options.integrator and not is_named)
+    if isinstance(error, Untrusted):
+        return not options.posterior and options.layers is None
+    return isinstance(error, MissingInput) and not is_named
+
+
+def _about_draws(run: Run, outputs: list[dict[str, Any]]) -> list[str]:
+    """Return lines on the draws of each posterior, and on intervals of less than 95%."""
+    from bnncli.commands.predict.table import few_draws_lines
+
+    by_maker = {Path(output["path"]).parent.name: output for output in outputs if output.get("draws")}
+    counts = ", ".join(f"{maker} {output['draws']}" for maker, output in by_maker.items())
+    lines = [f"draws: {counts}"] if counts else []
+    levels: dict[str, tuple[str, float]] = {}
+    for output in outputs:
+        if output.get("draws") and output["interval_level"] is not None:
+            maker = Path(output["path"]).parent.name
+            levels[maker] = maker.partition(".")[0], min(output["interval_level"], levels.get(maker, ("", 1.0))[1])
+    return [*lines, *few_draws_lines(run, levels)]

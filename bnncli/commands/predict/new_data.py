@@ -1,4 +1,4 @@
-"""Predict data that are no split of the run: features and predictions in one go, or files as they arrive in a folder."""
+"""Predict data that are not a split of the run: features and predictions in one go, or files as they arrive in a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from bnncli.commands.predict.table import (
     check_table_path,
     columns_of,
     few_draws_lines,
+    shift_text,
 )
 from bnncli.data.kinds.images import image_dataset
 from bnncli.data.pixels import SUFFIXES
@@ -63,8 +64,83 @@ from bnncli.session.run import Result, Run
 from bnncli.system.input_files import convert_read_errors
 from bnncli.system.workers import team
 
-if TYPE_CHECKING:
-    pass
+
+@dataclass(frozen=True)
+class Maker:
+    """A posterior and the integrator that it predicts by. `digest` is the posterior's."""
+
+    predictor: Predictor
+    choice: IntegratorChoice
+    digest: str
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """Return posterior and integrator, as in tables."""
+        return self.predictor.path.stem, self.choice.variant
+
+    @property
+    def is_last_layer(self) -> bool:
+        """True where the posterior takes features, False where it takes the network's inputs."""
+        return self.predictor.header.meta.get("layers") is None
+
+
+def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merges: Sequence[Merge]) -> Result:
+    """Predict new data, or files that arrive in a folder, into the table.
+
+    Raises:
+        UsageError: the command runs in several processes.
+    """
+    if team() is not None:
+        raise UsageError("\0data\0 and \0follow\0 work in a single process: start the command without torchrun")
+    assert options.table is not None
+    target, first = Path(options.table), makers[0].predictor
+    has_top_k = any(maker.choice.top_k for maker in makers)
+    classes = list(posterior_classes(run.folder, first.header))
+    has_names = options.follow is not None
+    rules = [_rules(run, options, maker, classes) for maker in makers]
+    shown = ShownColumns(merges, has_top_k, has_names, options.probabilities, columns_of_rules(rules), options.raw_text)
+    new = NewData(run, makers, classes, shown, rules)
+    if options.follow is not None:
+        done = Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)
+        for line in few_draws_lines(run, new.levels):
+            run.console.warn(line)
+        return done
+    check_table_path(run, target, [maker.predictor.path for maker in makers])
+    added = _open_as_splits(run, options, new) if options.keep_features else None
+    splits = [new.split(*named) for named in _named_data(options)] if added is None else added.splits
+    if any(split.names is not None for split in splits):
+        new = replace(new, shown=replace(shown, has_names=True))
+    counts = ", ".join(f"{len(split):,} of {split.name}" for split in splits)
+    begun = time.monotonic()
+    with about_given_data():
+        total = Result() if added is None else added.result()
+    if run.write.dry_run:
+        total.add(Result("planned", [_output(target)], lines=[f"write: {target} ({counts})"]))
+        return total
+    if added is not None:
+        new = replace(new, kept={split.name: read_features(run.folder.features(split.name)) for split in splits})
+
+    def blocks() -> Iterator[TableBlock]:
+        for split in splits:
+            yield from new.blocks(split)
+
+    digest = write_table(target, blocks(), classes)
+    for line in few_draws_lines(run, new.levels):
+        run.console.warn(line)
+    alarms = [{"posterior": one.origin[0], "variant": one.origin[1], **row} for one in rules for row in one.alarms()]
+    alarm_lines = [f"{row['name']} {row['split']}: {shift_text(row)}" for row in alarms]
+    num_rows, seconds = sum(map(len, splits)), time.monotonic() - begun
+    kept = "features not kept" if added is None else "features kept"
+    total.add(
+        Result(
+            "computed",
+            [_output(target) | {"content_digest": digest}],
+            summary=[f"predicted {counts} in {seconds:.1f} s; {kept}", *alarm_lines],
+        )
+    )
+    total.metrics = {"examples": num_rows, "posteriors": len(makers), "seconds": seconds}
+    total.extra = {"decisions": alarms}
+    return total
 
 
 Array = np.ndarray[Any, Any]
@@ -72,19 +148,19 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class PredictedBlock:
-    """Some rows of a split, predicted; in no file."""
+    """Predictions of some rows of a split, in memory only."""
 
     name: str
     file: PredictionFile
 
     @cached_property
     def examples(self) -> ExampleStatistics:
-        """The numbers of each example."""
+        """Return the statistics of each example."""
         probs, labels = self.file.probs, self.file.labels
         return compute_example_statistics(probs, labels, num_classes=len(self.file.classes), is_exclusive=True)
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:
-        """The scores of these names of each example, or why there are none."""
+        """Return the named scores of each example, or the reason there are none."""
         return example_scores(names, self.examples, lambda name: getattr(self.file, name))
 
 
@@ -93,7 +169,7 @@ class NewDataRules:
     """The rules that fit one posterior and integrator.
 
     Args:
-        name: of its predictions in the run.
+        name: name of its predictions in the run.
     """
 
     name: str
@@ -106,13 +182,15 @@ class NewDataRules:
         cls, run: Run, origin: tuple[str, str], params: Mapping[str, Any], posterior: str, classes: Sequence[str], *,
         only: Sequence[str],
     ) -> NewDataRules:  # fmt: skip
-        """Those of the run that hold for what is predicted so; why others do not is said.
+        """Open the run's rules that fit, and note why others do not.
 
         Args:
-            params: of predict. posterior: its digest. only: names of rules; all where none is named.
+            params: parameters of predict.
+            posterior: digest of the posterior.
+            only: names of rules; none for all.
 
         Raises:
-            MissingInput, DataError: one that is named is not there, or cannot be used.
+            MissingInput, DataError: a named rule does not exist or cannot be used.
         """
         name = ".".join(origin)
         found = [] if list(only) == [NONE] else open_decisions(run, name, only=[one for one in only if one != NONE])
@@ -123,7 +201,7 @@ class NewDataRules:
         return cls(name, origin, [one for one in found if reasons[one.name] is None])
 
     def of_block(self, split: str, content: PredictionFile, first: int, columns: RuleColumns) -> dict[str, Array]:
-        """Columns of some rows of a split, the first of which is its row `first`."""
+        """Return the rules' columns for rows of a split that start at row `first`."""
         decided = SplitDecisions(self.name, PredictedBlock(split, content), self.decisions, self.origin, first)
         for one in self.decisions:
             if isinstance(one.rule, ShiftRule):
@@ -132,7 +210,7 @@ class NewDataRules:
         return columns.of_rows(decided, content.probs, slice(None)) if columns.names else {}
 
     def alarms(self) -> Iterator[dict[str, Any]]:
-        """What the shift alarms say of each split as a batch."""
+        """Yield the result of each shift rule on each split as a batch."""
         rules = {one.name: one.rule for one in self.decisions}
         for (split, name), parts in self._scores.items():
             rule = rules[name]
@@ -142,49 +220,21 @@ class NewDataRules:
             yield {**row, "is_alarm": p_value is not None and p_value <= rule.level}
 
 
-def columns_of_rules(rules: Sequence[NewDataRules]) -> RuleColumns:
-    """The columns that a table has of all of them."""
-    nothing = PredictionFile(np.empty((0, 1)), np.empty(0), None, None, np.empty(0), [])
-    return columns_of(
-        [SplitDecisions(one.name, PredictedBlock("", nothing), one.decisions, one.origin) for one in rules]
-    )
-
-
-BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of extract-features by default: sums depend on it
-_OF_THE_RUN = {spec.name for spec in fields(ExtractFeaturesOptions)} - {spec.name for spec in fields(PredictOptions)}
+BATCH_SIZE = ExtractFeaturesOptions.batch_size  # as in extract-features by default, since float sums depend on it
 BLOCK = 16 * BATCH_SIZE  # examples predicted at once
 
 
 @dataclass(frozen=True)
-class Maker:
-    """A posterior and the integrator that it predicts by."""
-
-    predictor: Predictor
-    choice: IntegratorChoice
-    digest: str
-    """Of the posterior."""
-
-    @property
-    def origin(self) -> tuple[str, str]:
-        """Posterior and integrator, as tables have them."""
-        return self.predictor.path.stem, self.choice.variant
-
-    @property
-    def is_last_layer(self) -> bool:
-        """Whether it takes features, and not the network's inputs."""
-        return self.predictor.header.meta.get("layers") is None
-
-
-@dataclass(frozen=True)
 class NewData:
-    """What predicts new data.
+    """Predicts new data.
 
     Attributes:
-        classes: of the posteriors, index = output.
-        rules: of calibrate, of each maker.
-        shown: the columns of the table.
-        kept: features that are there already, by the name of their split.
-        levels: of each maker that gave intervals, by its name: the posterior, and their lowest level.
+        makers: posteriors and integrators to predict with.
+        classes: classes of the posteriors, by output.
+        shown: columns of the table.
+        rules: calibrate's rules of each maker.
+        kept: split name to features that are stored already.
+        levels: name of predictions with intervals to their posterior and lowest interval level.
     """
 
     run: Run
@@ -199,37 +249,37 @@ class NewData:
 
     @property
     def titles(self) -> bytes:
-        """The line of titles of the table, as a CSV file has it."""
+        """Return the header line of the CSV table."""
         exclusive = has_exclusive_classes(self.makers[0].predictor.posterior.layout.likelihood_name)
         return csv_header(self.shown.columns(self.classes, is_exclusive=exclusive), self.classes)
 
     @property
     def reader(self) -> Any:
-        """The network that the run's features were made by."""
+        """Return the reader of the network that computed the run's features."""
         return self.makers[0].predictor.train.reader
 
     @property
     def preprocess(self) -> data.Preprocess:
-        """What was done to the inputs that the run's features were made of."""
+        """Return the preprocessing of the run's inputs."""
         found: data.Preprocess = self.reader.recorded.preprocess
         return found
 
     def check_trusted(self, text: str, flag: str) -> None:
-        """Raise UsageError where what SPLIT=SPEC names is read by code that nobody trusts."""
+        """Raise UsageError where SPLIT=SPEC names code and --trust-code is not given."""
         _, spec = data.parse_split(text, option=flag)
         if spec.partition(":")[0] == "py" and not self.reader.trusts_code:
             raise UsageError(f"{flag}: {spec!r} is code; if it is yours or you have read it, add \0trust_code\0")
 
     def split(self, text: str, flag: str) -> data.InputSplit:
-        """The data that SPLIT=SPEC names, with labels as outputs of the network; without, where the option is for other classes.
+        """Open the data of SPLIT=SPEC, with labels as outputs of the network; without labels for --ood.
 
         Raises:
-            UsageError, MissingInput, DataError, Untrusted: as the data's readers say; labels of classes that there are not.
+            UsageError, MissingInput, DataError, Untrusted: the data cannot be read, or labels name unknown classes.
         """
         self.check_trusted(text, flag)
         name, spec = data.parse_split(text, option=flag)
         if spec == STDIN:
-            return self.images(name, spec, Path(), _named_on_stdin())
+            return self.images(name, spec, Path(), _read_names_from_stdin())
         with about_given_data():
             opened = data.load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
         if flag == "\0ood\0":
@@ -241,7 +291,7 @@ class NewData:
         return split
 
     def images(self, name: str, spec: str, folder: Path, files: Sequence[str]) -> data.InputSplit:
-        """Image files without labels."""
+        """Open image files without labels."""
         transform = self.preprocess.transform
         if transform is not None and transform.takes != "images":
             raise DataError(f"the run's network takes {transform.takes}, not image files", code="wrong_inputs")
@@ -249,26 +299,26 @@ class NewData:
         return data.InputSplit(spec, dataset, np.arange(len(files)), self.preprocess, is_labeled=False, name=name)
 
     def blocks(self, split: data.InputSplit, *, first_id: int = 0) -> Iterator[TableBlock]:
-        """The rows of the table for a split, as they are predicted; sample ids are its rows, counted from first_id."""
+        """Yield the table's rows for a split as they are predicted. Sample ids count from first_id."""
         names = split.names
         task = self.run.console.task(f"predict {split.name}", len(split))
         start = 0
-        for extracted in self._extracted(split):
+        for extracted in self._extract(split):
             stop = start + len(extracted.features)
             rows = slice(start, stop)
             named = None if names is None else np.array([in_table(name).encode() for name in names[rows]])
             combined = self._combined(extracted)
             for maker, rules in zip(self.makers, self.rules, strict=True):
-                content, origin = self._predicted(maker, split, rows, extracted, first_id, combined)
-                said = rules.of_block(split.name, content, first_id + start, self.shown.rules)
-                yield self.shown.block(content, slice(None), origin, named, said)
+                content, origin = self._predict(maker, split, rows, extracted, first_id, combined)
+                decisions = rules.of_block(split.name, content, first_id + start, self.shown.rules)
+                yield self.shown.block(content, slice(None), origin, named, decisions)
             task.advance(stop - start)
             start = stop
 
-    def _extracted(self, split: data.InputSplit) -> Iterator[ExtractedFeatures]:
-        """Features, or nothing but labels where no posterior takes them, of BLOCK examples at a time."""
+    def _extract(self, split: data.InputSplit) -> Iterator[ExtractedFeatures]:
+        """Yield features and labels of BLOCK examples at a time."""
         if split.name in self.kept:
-            yield from _stored(self.kept[split.name])
+            yield from _read_blocks(self.kept[split.name])
             return
         recorded = self.reader.recorded
         with recorded.visible(), about_given_data():
@@ -286,15 +336,15 @@ class NewData:
                 images = images.plus(batch.images)
                 held.append(batch)
                 if sum(len(one.features) for one in held) >= BLOCK:
-                    yield _joined(held)
+                    yield _concatenate(held)
                     held = []
             for note in images.notes(split.name, len(split), self.preprocess):
                 self.run.console.info(note)
             if held:
-                yield _joined(held)
+                yield _concatenate(held)
 
     def _compare(self, split: data.InputSplit, batch: ExtractedFeatures) -> None:
-        """Warn once where the inputs of a split, as far as they are known, are unlike those of the run."""
+        """Warn once where the inputs of a split, as far as read, differ from those of the run."""
         if batch.inputs is None or split.name in self._warned:
             return
         self._inputs[split.name] = sums = batch.inputs.plus(self._inputs.get(split.name))
@@ -309,11 +359,11 @@ class NewData:
         return reference_of(self.run)
 
     def _combined(self, extracted: ExtractedFeatures) -> NDArray | None:
-        """The combined score of some rows (n,); None where the run has none."""
+        """Return the combined out-of-distribution score of some rows (n,); None where the run has none."""
         detector = self.makers[0].predictor.train.detector
         return None if detector is None else detector.scores(extracted.features).float().numpy()
 
-    def _predicted(
+    def _predict(
         self,
         maker: Maker,
         split: data.InputSplit,
@@ -347,149 +397,19 @@ class NewData:
         return content, Origin(split.name, *maker.origin, level, exclusive)
 
 
-@contextmanager
-def about_given_data() -> Iterator[None]:
-    """What is wrong with data names no option that the run was made with, and that cannot be given here."""
-    try:
-        yield
-    except BnnError as error:
-        if any(f"\0{name}\0" in (error.hint or "") for name in _OF_THE_RUN):
-            error.hint = "new data use the run's network, preprocessing and task: give data like those of its features"
-        raise
-
-
-def _stored(content: FeatureFile) -> Iterator[ExtractedFeatures]:
-    """The same of features in a file."""
-    for start in range(0, len(content.features), BLOCK):
-        rows = slice(start, start + BLOCK)
-        labels = None if content.labels is None else torch.from_numpy(np.array(content.labels[rows]))
-        yield ExtractedFeatures(torch.from_numpy(np.array(content.features[rows])), None, labels)
-
-
-def _joined(held: Sequence[ExtractedFeatures]) -> ExtractedFeatures:
-    labels = [one.labels for one in held if one.labels is not None]
-    features = torch.cat([one.features for one in held])
-    return ExtractedFeatures(features, None, torch.cat(labels) if labels else None)
-
-
-def _named_on_stdin() -> list[str]:
-    """Files that stdin names, one a line, in that order. Raises UsageError where it names none."""
-    if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("\0data\0: `-` reads file names from stdin, but stdin is a terminal; pipe the names in")
-    names = [line.rstrip("\r\n") for line in sys.stdin]
-    names = [name for name in names if name]
-    if not names:
-        raise UsageError("\0data\0: `-` reads file names from stdin, one per line; got none")
-    return names
-
-
-def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merges: Sequence[Merge]) -> Result:
-    """Predict data that are no split of the run, or what arrives in a folder, into the table.
-
-    Raises:
-        UsageError: several processes share the command.
-    """
-    if team() is not None:
-        raise UsageError("\0data\0 and \0follow\0 work in a single process: start the command without torchrun")
-    assert options.table is not None
-    target, first = Path(options.table), makers[0].predictor
-    has_top_k = any(maker.choice.top_k for maker in makers)
-    classes = list(posterior_classes(run.folder, first.header))
-    has_names = options.follow is not None
-    rules = [_rules(run, options, maker, classes) for maker in makers]
-    shown = ShownColumns(merges, has_top_k, has_names, options.probabilities, columns_of_rules(rules), options.raw_text)
-    new = NewData(run, makers, classes, shown, rules)
-    if options.follow is not None:
-        done = Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)
-        for line in few_draws_lines(run, new.levels):
-            run.console.warn(line)
-        return done
-    check_table_path(run, target, [maker.predictor.path for maker in makers])
-    added = _added(run, options, new) if options.keep_features else None
-    splits = [new.split(*named) for named in _named(options)] if added is None else added.splits
-    if any(split.names is not None for split in splits):
-        new = replace(new, shown=replace(shown, has_names=True))
-    counts = ", ".join(f"{len(split):,} of {split.name}" for split in splits)
-    begun = time.monotonic()
-    with about_given_data():
-        total = Result() if added is None else added.result()
-    if run.write.dry_run:
-        total.add(Result("planned", [_output(target)], lines=[f"write: {target} ({counts})"]))
-        return total
-    if added is not None:
-        new = replace(new, kept={split.name: read_features(run.folder.features(split.name)) for split in splits})
-
-    def blocks() -> Iterator[TableBlock]:
-        for split in splits:
-            yield from new.blocks(split)
-
-    digest = write_table(target, blocks(), classes)
-    for line in few_draws_lines(run, new.levels):
-        run.console.warn(line)
-    alarms = [{"posterior": one.origin[0], "variant": one.origin[1], **row} for one in rules for row in one.alarms()]
-    num_rows, seconds = sum(map(len, splits)), time.monotonic() - begun
-    what_of_features = "features not kept" if added is None else "features kept"
-    total.add(
-        Result(
-            "computed",
-            [_output(target) | {"content_digest": digest}],
-            summary=[f"predicted {counts} in {seconds:.1f} s; {what_of_features}", *map(_alarm_line, alarms)],
-        )
-    )
-    total.metrics = {"examples": num_rows, "posteriors": len(makers), "seconds": seconds}
-    total.extra = {"decisions": alarms}
-    return total
-
-
-def _named(options: PredictOptions) -> list[tuple[str, str]]:
-    """The new data, each as SPLIT=SPEC, and the option that names them. Raises UsageError for a name twice."""
-    found = [*((text, "\0data\0") for text in options.data), *((text, "\0ood\0") for text in options.ood)]
-    names = [data.parse_split(text, option=flag)[0] for text, flag in found]
-    twice = [flag for place, (_, flag) in enumerate(found) if names[place] in names[:place]]
-    if twice:
-        raise UsageError(f"{twice[0]}: two splits have the same name")
-    return found
-
-
-def _added(run: Run, options: PredictOptions, new: NewData) -> AddedSplits:
-    """The new data as splits of the run. Raises OutputExists where the run has others of these names."""
-    for text, flag in _named(options):
-        new.check_trusted(text, flag)
-    with about_given_data():
-        added = AddedSplits(run, new.reader.recorded, data=options.data, ood=options.ood)
-    added.check_replaces_none()
-    return added
-
-
-def _output(target: Path) -> dict[str, object]:
-    return {"role": "table", "path": str(target)}
-
-
-def _rules(run: Run, options: PredictOptions, maker: Maker, classes: list[str]) -> NewDataRules:
-    params = params_of(run, maker.choice, maker.origin[0], keep_samples=False)
-    return NewDataRules.of(run, maker.origin, params, maker.digest, classes, only=options.decide)
-
-
-def _alarm_line(row: dict[str, Any]) -> str:
-    shown = "-" if row["p_value"] is None else f"{row['p_value']:.3g}"
-    return f"{row['name']} {row['split']}: shift p {shown}{': ALARM' if row['is_alarm'] else ''}"
-
-
 _ENDINGS = tuple(SUFFIXES)
-SPLIT = "followed"  # what the table says of where its examples are from
 POLL_SECONDS = 0.5
-_HELD = ("another bnncli process is following into this table", "give \0table\0 another name, or stop that process")
 
 
 @dataclass
 class Arrivals:
-    """The images in a folder: which are new, and whole.
+    """Finds new, complete images in a folder.
 
-    A file that is still being written grows: it is taken when two looks in a row find it the same, or when it has been left alone for
-    longer than the time between looks. Hidden files, and those with other endings, are none.
+    A file counts as complete when two polls in a row find it unchanged, or when it was last modified more than two polls ago. Hidden
+    files and files with other suffixes are ignored.
 
     Attributes:
-        num_waiting: files that were still being written at the last look.
+        num_waiting: files that were still being written at the last poll.
     """
 
     folder: Path
@@ -499,19 +419,19 @@ class Arrivals:
 
     @property
     def num_left_out(self) -> int:
-        """Files that could not be read."""
+        """Return the number of files that could not be read."""
         return len(self._left_out)
 
     def leave_out(self, name: str) -> None:
-        """Do not take a file again until it is another one."""
+        """Ignore a file until it changes."""
         if name in self._seen:
             self._left_out[name] = self._seen[name]
 
     def ready(self, done: set[str]) -> list[str]:
-        """Names of the files that are new, whole and not done, in order of their names.
+        """Return the sorted names of the complete files that are not done.
 
         Raises:
-            MissingInput: the folder is gone.
+            MissingInput: the folder does not exist.
         """
         if not self.folder.is_dir():
             raise MissingInput(f"no folder {quoted(self.folder, limit=300)}", path=self.folder)
@@ -529,9 +449,9 @@ class Arrivals:
                 try:
                     status = entry.stat()
                 except OSError:
-                    continue  # taken away again, or a loop of links
+                    continue  # removed meanwhile, or a loop of links
                 if not stat.S_ISREG(status.st_mode):
-                    continue  # a folder with such a name
+                    continue  # a folder with an image's suffix
                 now[entry.name] = state = (status.st_size, status.st_mtime_ns)
                 is_old = time.time_ns() - status.st_mtime_ns > 2e9 * POLL_SECONDS
                 is_whole = status.st_size > 0 and (is_old or self._seen.get(entry.name) == state)
@@ -546,9 +466,13 @@ class Arrivals:
         return sorted(found)
 
 
+SPLIT = "followed"  # split name in the table
+_HELD = ("another bnncli process is following into this table", "give \0table\0 another name, or stop that process")
+
+
 @dataclass
 class Followed:
-    """A folder that is followed into a table."""
+    """A folder whose images are predicted into a table as they arrive."""
 
     new: NewData
     arrivals: Arrivals
@@ -557,11 +481,13 @@ class Followed:
     _table: tuple[int, int] = (0, 0)  # device and inode of the table
 
     def until(self, idle: float | None) -> Result:
-        """Predict what is there and what arrives, until the command is stopped or nothing has come for `idle` seconds.
+        """Predict existing and arriving files until the command is stopped or nothing has arrived for `idle` seconds.
 
         Raises:
-            Interrupted: it was stopped. Locked: another process follows into the table.
-            OutputExists: the table is no such, or has other columns or posteriors. MissingInput: no folder.
+            Interrupted: the command was stopped.
+            Locked: another process follows into the table.
+            OutputExists: the file is not such a table, or has other columns or posteriors.
+            MissingInput: the folder does not exist.
         """
         run = self.new.run
         self.arrivals.ready(set())
@@ -599,7 +525,7 @@ class Followed:
             )
 
     def _predict(self, names: Sequence[str]) -> None:
-        """Append the rows of these files; of those that cannot be read, say so."""
+        """Append the rows of these files. Skip files that cannot be read with a warning."""
         try:
             split = self.new.images(SPLIT, f"images:{self.arrivals.folder}", self.arrivals.folder, names)
             text = b"".join(
@@ -626,18 +552,53 @@ class Followed:
         return {"role": "table", "path": str(self.target)}
 
 
-def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, force: bool, is_raw: bool) -> set[str]:
-    """Names of the files that a table has the rows of, made ready for more rows: begun where there is none, half a row cut off.
+def _rules(run: Run, options: PredictOptions, maker: Maker, classes: list[str]) -> NewDataRules:
+    params = params_of(run, maker.choice, maker.origin[0], keep_samples=False)
+    return NewDataRules.of(run, maker.origin, params, maker.digest, classes, only=options.decide)
 
-    A file of whose rows by several posteriors not all are there is cut off with them: rows of a file are written at once.
+
+def columns_of_rules(rules: Sequence[NewDataRules]) -> RuleColumns:
+    """Return the table's columns of all these rules."""
+    empty = PredictedBlock("", PredictionFile(np.empty((0, 1)), np.empty(0), None, None, np.empty(0), []))
+    return columns_of([SplitDecisions(one.name, empty, one.decisions, one.origin) for one in rules])
+
+
+def _read_names_from_stdin() -> list[str]:
+    """Read file names from stdin, one per line. Raises UsageError where there are none."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("\0data\0: `-` reads file names from stdin, but stdin is a terminal; pipe the names in")
+    names = [name for line in sys.stdin if (name := line.rstrip("\r\n"))]
+    if not names:
+        raise UsageError("\0data\0: `-` reads file names from stdin, one per line; got none")
+    return names
+
+
+def _read_blocks(content: FeatureFile) -> Iterator[ExtractedFeatures]:
+    """Yield stored features and labels of BLOCK examples at a time."""
+    for start in range(0, len(content.features), BLOCK):
+        rows = slice(start, start + BLOCK)
+        labels = None if content.labels is None else torch.from_numpy(np.array(content.labels[rows]))
+        yield ExtractedFeatures(torch.from_numpy(np.array(content.features[rows])), None, labels)
+
+
+def _concatenate(held: Sequence[ExtractedFeatures]) -> ExtractedFeatures:
+    labels = [one.labels for one in held if one.labels is not None]
+    features = torch.cat([one.features for one in held])
+    return ExtractedFeatures(features, None, torch.cat(labels) if labels else None)
+
+
+def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, force: bool, is_raw: bool) -> set[str]:
+    """Start a table, or prepare an existing one for more rows, and return the names of the files it covers.
+
+    An interrupted command may have left part of a row, or a file's rows for some of the posteriors only. Both are removed.
 
     Args:
-        header: the line of titles.
+        header: header line.
         origins: posteriors and integrators of the rows.
-        is_raw: whether names stand there as they are.
+        is_raw: True where the table holds names unchanged, as in ShownColumns.
 
     Raises:
-        OutputExists: it is no table, or one with other columns or posteriors.
+        OutputExists: the file is not a table, or has other columns or posteriors.
     """
     if force or not target.exists() or target.stat().st_size == 0:
         _replace(target, header)
@@ -672,8 +633,12 @@ def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, for
     return done
 
 
+def _replace(target: Path, content: bytes) -> None:
+    publish_bytes(target, content, may_replace=True)
+
+
 def _end_of_rows(content: bytes) -> int:
-    """Where the last whole row ends: a line end outside quotes."""
+    """Return where the last complete row ends, at a line end outside quotes."""
     end = len(content)
     while (end := content.rfind(b"\r\n", 0, end)) >= 0:
         if content.count(b'"', 0, end) % 2 == 0:
@@ -681,18 +646,14 @@ def _end_of_rows(content: bytes) -> int:
     return 0
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
 def _append(target: Path, text: bytes, table: tuple[int, int]) -> None:
-    """Add rows at the end of the table, and wait until they are on the disk.
+    """Append rows to the table and wait until they are on disk.
 
     Args:
-        table: its identity. Another file, or a link to one, may stand in its place by now, and is nobody's to write.
+        table: device and inode of the table. Another file that took its place is not written to.
 
     Raises:
-        WriteError: there is no room (the table then has none of the rows), or the table is gone or was replaced.
+        WriteError: the disk is full (then none of the rows are written), or the table was removed or replaced.
     """
     try:
         descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -715,23 +676,20 @@ def _append(target: Path, text: bytes, table: tuple[int, int]) -> None:
         os.close(descriptor)
 
 
-def _replace(target: Path, content: bytes) -> None:
-    publish_bytes(target, content, may_replace=True)
-
-
-_OF_A_SPLIT = {"hold_out", "rotate", "corrupt"}  # recorded of the split that they were given for, and of no other
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 class AddedSplits:
-    """Splits of a run, as `extract-features` with the options of its others writes them.
+    """New splits of a run, written as extract-features would with the options of the run's other splits.
 
     Args:
-        recorded: the network that the run's features were made by.
+        recorded: network that computed the run's features.
         data, ood: the splits, each as SPLIT=SPEC.
     """
 
     def __init__(self, run: Run, recorded: RecordedNetwork, *, data: Sequence[str], ood: Sequence[str]) -> None:
-        options = replace(_options_of(recorded), data=[*data], ood=[*ood])
+        options = replace(_recorded_options(recorded), data=[*data], ood=[*ood])
         line = CommandLine.of("extract-features", str(run.arguments["ckpt"]), options)
         maker = replace(run, command=line.command, line=line)
         self._recorded, network = recorded, recorded.network
@@ -739,7 +697,7 @@ class AddedSplits:
         self.splits = self._extraction.splits
 
     def check_replaces_none(self) -> None:
-        """Raise OutputExists where the run has a split of such a name, of other data: what was made with it would be stale."""
+        """Raise OutputExists where the run has a split of this name with other data, whose artifacts would become stale."""
         for request in self._extraction.requests:
             if is_of_other_data(request):
                 message = f"the run already has a split {request.target.stem!r} with other data: {request.target}"
@@ -747,16 +705,58 @@ class AddedSplits:
                 raise OutputExists(message, hint=hint, path=request.target)
 
     def result(self) -> Result:
-        """Their features, published together. Raises what extract-features raises."""
+        """Extract and publish the features of all splits together. Raises what extract-features raises."""
         with self._recorded.visible():
             return self._extraction.result(also=lambda first, record: [])
 
 
-def _options_of(recorded: RecordedNetwork) -> ExtractFeaturesOptions:
-    """What the run's features were asked for with, but for their data."""
+def _open_as_splits(run: Run, options: PredictOptions, new: NewData) -> AddedSplits:
+    """Open the new data as splits of the run. Raises OutputExists where the run has other splits of these names."""
+    for text, flag in _named_data(options):
+        new.check_trusted(text, flag)
+    with about_given_data():
+        added = AddedSplits(run, new.reader.recorded, data=options.data, ood=options.ood)
+    added.check_replaces_none()
+    return added
+
+
+_OF_A_SPLIT = {"hold_out", "rotate", "corrupt"}  # options that apply to one split only
+
+
+def _recorded_options(recorded: RecordedNetwork) -> ExtractFeaturesOptions:
+    """Return the options of extract-features that the run records, without the data."""
     with interpreting(recorded.header.path):
         params: Mapping[str, Any] = recorded.header.provenance["params"]
         names = {spec.name for spec in fields(ExtractFeaturesOptions)} & {*params} - _OF_A_SPLIT
         asked = {name: params[name] for name in names if params[name] is not None}
-        placeholder = {"data": ["\0"]}  # a network is asked for with data
+        placeholder = {"data": ["\0"]}  # the options require data
         return ExtractFeaturesOptions(**asked | placeholder | {"model": recorded.network.spec})
+
+
+def _named_data(options: PredictOptions) -> list[tuple[str, str]]:
+    """Return each SPLIT=SPEC of new data with its option. Raises UsageError where two have the same name."""
+    found = [*((text, "\0data\0") for text in options.data), *((text, "\0ood\0") for text in options.ood)]
+    names = [data.parse_split(text, option=flag)[0] for text, flag in found]
+    twice = [flag for place, (_, flag) in enumerate(found) if names[place] in names[:place]]
+    if twice:
+        raise UsageError(f"{twice[0]}: two splits have the same name")
+    return found
+
+
+# Options of extract-features that predict does not have.
+_OF_THE_RUN = {spec.name for spec in fields(ExtractFeaturesOptions)} - {spec.name for spec in fields(PredictOptions)}
+
+
+@contextmanager
+def about_given_data() -> Iterator[None]:
+    """Replace hints that name options of extract-features, which cannot be given here."""
+    try:
+        yield
+    except BnnError as error:
+        if any(f"\0{name}\0" in (error.hint or "") for name in _OF_THE_RUN):
+            error.hint = "new data use the run's network, preprocessing and task: give data like those of its features"
+        raise
+
+
+def _output(target: Path) -> dict[str, object]:
+    return {"role": "table", "path": str(target)}

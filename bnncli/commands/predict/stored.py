@@ -1,4 +1,4 @@
-"""What predict stores of the predictions of a split, and the memory that they need."""
+"""Predict a split of the run and store the predictions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bnncli.numerics.dirichlet import ranked_lengths
 from bnncli.options.declaration import spelled
 from bnncli.session.inputs import Split
 from bnncli.session.out_of_fold import knows
+from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
 from bnncli.session.predictor import IntegratorChoice, Predicted, Predictor
 from bnncli.session.produce import Computed
 from bnncli.session.run import Run
@@ -22,16 +23,15 @@ if TYPE_CHECKING:
 
 
 def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, *, keep_samples: bool) -> int | None:
-    """Bytes that the predictions of a split take beside what the process has; None of a last layer, whose features are streamed.
+    """Return the memory that predicting a split takes, in bytes; None for a last layer, whose features are streamed.
 
     Raises:
-        DeviceError: there is no room for them.
+        DeviceError: the predictions do not fit in memory.
         Untrusted, MissingInput, DataError: the network cannot be opened.
     """
     layers = predictor.header.meta.get("layers")
     if layers is None:
         return None
-    from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
 
     reader, count = predictor.train.reader, len(split.content.features)
     asked = PredictionSizes(choice.integrator.needs, count, choice.samples, keep_samples)
@@ -41,13 +41,10 @@ def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, 
         return require_prediction(memory, asked, predictor.run.device, what=what)
 
 
-RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
-
-
 def predict_split(
     predictor: Predictor, choice: IntegratorChoice, split: Split, target: Path, *, keep_samples: bool
 ) -> Computed:
-    """The predictions of one split, ready to be published at `target`, by the first of the workers that share them."""
+    """Predict one split, to be published at `target` by the first of the workers that share it."""
     combined = predictor.train.combined_scores(split)
     predicted = predictor.predict_split(choice, split, keep_samples=keep_samples)
     if predicted is None:
@@ -60,7 +57,7 @@ def predict_split(
         choice=choice,
         combined=combined,
     )
-    notes = spelled(predicted.integrator.notes())  # the file speaks of options as they are written
+    notes = spelled(predicted.integrator.notes())  # with options as the command line spells them
     meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}
     meta["draws"] = predicted.integrator.num_draws
     meta["interval_level"] = None if content.interval is None else predicted.integrator.interval_level
@@ -72,7 +69,7 @@ def predict_split(
 
 
 def params_of(run: Run, choice: IntegratorChoice, posterior: str, *, keep_samples: bool) -> dict[str, Any]:
-    """What of a prediction's parameters provenance records."""
+    """Return the parameters of a prediction that provenance records."""
     is_sampling = choice.integrator.is_sampling
     return {
         "integrator": choice.name,
@@ -86,7 +83,7 @@ def params_of(run: Run, choice: IntegratorChoice, posterior: str, *, keep_sample
 
 
 def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """What the result says of a prediction: number of draws and level of the intervals; null where it has none."""
+    """Return the number of draws and the level of the intervals; None where a prediction has none."""
     return {name: meta.get(name) for name in ("draws", "interval_level")}
 
 
@@ -99,10 +96,11 @@ def predictions_of(
     choice: IntegratorChoice,
     combined: NDArray | None,
 ) -> PredictionFile:
-    """What was predicted for N examples, as a prediction file has it.
+    """Return the predictions of N examples as a prediction file holds them.
 
     Args:
-        labels: (N,) or (N, L), or None. sample_id: (N,).
+        labels: (N,) or (N, L), or None.
+        sample_id: (N,).
         combined: (N,), the combined out-of-distribution score; None without one.
     """
     prediction, groups = predicted.prediction, predicted.integrator.groups
@@ -143,11 +141,14 @@ def _meta(predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[
     }
 
 
+_MOST_CONCENTRATIONS = 1 << 22  # ranked at once, in float64
+
+
 def _ranked(log_concentration: Tensor | None, top_k: dict[str, Any] | None) -> Any:
-    """How many classes each example keeps, (N,), by blocks of rows; None where classes are not ranked."""
+    """Return how many classes each example keeps, (N,), in blocks of rows; None where classes are not ranked."""
     if log_concentration is None or top_k is None:
         return None
-    blocks = log_concentration.split(max(1, RANKED_CONCENTRATIONS // log_concentration.shape[1]))
+    blocks = log_concentration.split(max(1, _MOST_CONCENTRATIONS // log_concentration.shape[1]))
     return torch.cat([ranked_lengths(block, **top_k) for block in blocks]).numpy()
 
 

@@ -96,6 +96,9 @@ COMMAND = Command(
 )
 
 
+UNWRITTEN = "no report was written"  # where a signal has come before it was
+
+
 def run(run: Run, options: ReportOptions) -> Result:
     """Gather, draw and write, once it is known what of, and where to."""
     runs = each_checkpoint(run)
@@ -115,34 +118,6 @@ def run(run: Run, options: ReportOptions) -> Result:
         return _written(run, runs, path, options)
 
 
-def _written(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> Result:
-    from bnncli.commands.report import whole
-
-    with said_when_interrupted(UNWRITTEN):
-        sections, summaries = whole.sections_of(runs, options)
-        figures = [figure for section in sections for figure in section.figures]
-        paths = figure_paths(run, figures, path, options)
-        content = whole.page_of(runs, sections, recorded_options(runs, options))
-    result = write_files(run, (path, content), figures, paths)
-    result.summary = [*summaries, counted(len(figures), "figure")]
-    result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}
-    return result
-
-
-UNWRITTEN = "no report was written"  # where a signal has come before it was
-_FLAG = "--out"
-_NAMES = ("report.html", "comparison.html")  # of one checkpoint, of several
-_SIZE = 1 << 20
-_MOST_RECORDED = 1 << 13  # letters of a request that stand in the page itself, not as their digest
-
-
-def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
-    """Where the page goes: what was named, or a file in the run folder of the first checkpoint."""
-    if options.out is not None:
-        return Path(options.out)
-    return runs[0].folder.root / _NAMES[len(runs) > 1]
-
-
 def check_folder(run: Run) -> None:
     """Pass where there is a run folder with features. Raises MissingInput otherwise."""
     if not run.folder.root.is_dir():
@@ -153,6 +128,9 @@ def check_folder(run: Run) -> None:
             hint=run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"]),
             path=run.folder.root,
         )
+
+
+_FLAG = "--out"
 
 
 def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
@@ -169,19 +147,26 @@ def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
     return path
 
 
-def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
-    """What of a request changes the page, JSON values: the page has it in its head, and one of another request is not replaced.
+_NAMES = ("report.html", "comparison.html")  # of one checkpoint, of several
 
-    Whether code is trusted is not among it: a page says itself where it has to be.
-    """
-    found = {
-        "checkpoints": [run.checkpoint_path.name for run in runs],
-        "examples": options.examples,
-        "posterior": list(dict.fromkeys(options.posterior)),
-        "seed": runs[0].compute.seed,
-        "split": options.split,
-    }
-    return found if len(str(found)) <= _MOST_RECORDED else {"request": json_sha256(found)}
+
+def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
+    """Where the page goes: what was named, or a file in the run folder of the first checkpoint."""
+    if options.out is not None:
+        return Path(options.out)
+    return runs[0].folder.root / _NAMES[len(runs) > 1]
+
+
+_SIZE = 1 << 20
+
+
+def planned(path: Path, options: ReportOptions) -> Result:
+    """What --dry-run says."""
+    output = {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
+    lines = [f"write: {path}"]
+    if options.figures is not None:
+        lines.append(f"draw: figures into {options.figures}, as {', '.join(options.forms)}")
+    return Result("planned", [output], lines=lines)
 
 
 @contextmanager
@@ -197,22 +182,18 @@ def locked(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def said_when_interrupted(how_far: str) -> Iterator[None]:
-    """Within, a signal is told with what there is of the report, in place of the step that it came in."""
-    try:
-        yield
-    except Interrupted as error:
-        raise Interrupted(error.exit - 128, f"{error.message.partition(' at ')[0]}; {how_far}") from None
+def _written(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> Result:
+    from bnncli.commands.report import whole
 
-
-def planned(path: Path, options: ReportOptions) -> Result:
-    """What --dry-run says."""
-    output = {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
-    lines = [f"write: {path}"]
-    if options.figures is not None:
-        lines.append(f"draw: figures into {options.figures}, as {', '.join(options.forms)}")
-    return Result("planned", [output], lines=lines)
+    with said_when_interrupted(UNWRITTEN):
+        sections, summaries = whole.sections_of(runs, options)
+        figures = [figure for section in sections for figure in section.figures]
+        paths = figure_paths(run, figures, path, options)
+        content = whole.page_of(runs, sections, recorded_options(runs, options))
+    result = write_files(run, (path, content), figures, paths)
+    result.summary = [*summaries, counted(len(figures), "figure")]
+    result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}
+    return result
 
 
 def figure_paths(run: Run, figures: Sequence[Shown], page: Path, options: ReportOptions) -> list[Path]:
@@ -223,6 +204,24 @@ def figure_paths(run: Run, figures: Sequence[Shown], page: Path, options: Report
     for path in paths:
         check_figure_path(path, "--figures", force=run.write.force, others=[page])
     return paths
+
+
+_MOST_RECORDED = 1 << 13  # letters of a request that stand in the page itself, not as their digest
+
+
+def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
+    """What of a request changes the page, JSON values: the page has it in its head, and one of another request is not replaced.
+
+    Whether code is trusted is not among it: a page says itself where it has to be.
+    """
+    found = {
+        "checkpoints": [run.checkpoint_path.name for run in runs],
+        "examples": options.examples,
+        "posterior": list(dict.fromkeys(options.posterior)),
+        "seed": runs[0].compute.seed,
+        "split": options.split,
+    }
+    return found if len(str(found)) <= _MOST_RECORDED else {"request": json_sha256(found)}
 
 
 def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], paths: Sequence[Path]) -> Result:
@@ -246,6 +245,15 @@ def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], pa
                 message = f"--figures: {target} could not be written; the report is complete"
                 raise WriteError(message, hint=error.hint, path=target) from None
     return result
+
+
+@contextmanager
+def said_when_interrupted(how_far: str) -> Iterator[None]:
+    """Within, a signal is told with what there is of the report, in place of the step that it came in."""
+    try:
+        yield
+    except Interrupted as error:
+        raise Interrupted(error.exit - 128, f"{error.message.partition(' at ')[0]}; {how_far}") from None
 
 
 def _published(role: str, path: Path, content: bytes, write: Callable[[Path, bytes], str]) -> Result:

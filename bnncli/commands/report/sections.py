@@ -40,6 +40,7 @@ from bnncli.figures.pages import Block, DataTable, Missing, TableCell, code, ele
 from bnncli.figures.posteriors import DistanceMatrix, Marginal, Marginals, Weights, WeightSpread
 from bnncli.figures.predictions import ConfidenceHistograms, ReliabilityDiagrams, RiskCoverage, Roc, merged
 from bnncli.figures.scores import Line, ScoreIntervals, ScorePanel
+from bnncli.latent.fit import History
 from bnncli.names import percent
 from bnncli.options.scoring import Quantity
 from bnncli.session.chains import deciding_line
@@ -53,11 +54,6 @@ from bnncli.session.val_report import gain_table
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-_NUMBER = re.compile(r"^[*\s]*([+-]?\d[\d,]*\.?\d*(?:e[+-]?\d+)?)")
-_MOST_PANELS = 12
-_BETTER = {True: "\n(higher is better)", False: "\n(lower is better)", None: ""}
 
 
 def scores(subject: Subject) -> list[Block]:
@@ -84,51 +80,14 @@ def scores(subject: Subject) -> list[Block]:
     return [*blocks, *([figure] if figure is not None else [])]
 
 
-def _own_scores(rows: list[Row]) -> list[Row]:
-    """The rows without what holds predictions against those of a reference, which have a section of their own."""
-    return [
-        {**row, "metrics": [m for m in row["metrics"] if all_scores()[m["name"]].of_reference is None]} for row in rows
-    ]
-
-
-def data_table(table: Table, name: str, caption: str, *, first: int = 0) -> DataTable:
-    """A table of the terminal as one of a page; cells that begin with a number are sorted by it.
-
-    Args:
-        first: the column that heads the rows; those before it are left out.
-    """
-    rows = [[TableCell(row[first]), *(_score_cell(cell.strip()) for cell in row[first + 1 :])] for row in table.rows]
-    heads = [_typeset(column) for column in table.columns[first:]]
-    return DataTable(name, caption, heads, rows, notes=[_sentence(_typeset(note)) for note in table.notes])
-
-
-def _typeset(text: str) -> str:
-    """What a terminal writes in ASCII, as a page has it."""
-    return text.replace("+-", "±").replace("MMD^2", "MMD²")
-
-
-def _sentence(note: str) -> str:
-    return f"{note[:1].upper()}{note[1:]}" + ("" if note.endswith(".") else ".")
-
-
-def _score_cell(text: str) -> TableCell:
-    """A number above what belongs to it, in brackets or behind a sign; a dash where there is none."""
-    found = _NUMBER.match(text)
-    if found is None:
-        return TableCell("–" if text == "-" else text)
-    rest = _typeset(text[found.end() :].strip())
-    is_whole = bool(rest) and rest[0] not in "[(±p"
-    shown = (text if is_whole else found[0].strip()).replace("-", "−")
-    below = (
-        [] if is_whole or not rest else re.split(r"(?<=\)) (?=\[)| (?=\(p )", rest)
-    )  # a floor, an interval, a p-value
-    return TableCell(shown, float(found[1].replace(",", "")), below)
-
-
 def _replicates(subject: Subject) -> int:
     assert not isinstance(subject.rows, Missing)
     intervals = [m.get("interval") or {} for row in subject.rows for m in row["metrics"]]
     return max((int(one["replicates"]) for one in intervals if one.get("replicates")), default=0)
+
+
+_MOST_PANELS = 12
+_BETTER = {True: "\n(higher is better)", False: "\n(lower is better)", None: ""}
 
 
 def _figure(subject: Subject) -> ScoreIntervals | None:
@@ -158,6 +117,13 @@ def _figure(subject: Subject) -> ScoreIntervals | None:
     )
 
 
+def _own_scores(rows: list[Row]) -> list[Row]:
+    """The rows without what holds predictions against those of a reference, which have a section of their own."""
+    return [
+        {**row, "metrics": [m for m in row["metrics"] if all_scores()[m["name"]].of_reference is None]} for row in rows
+    ]
+
+
 def calibration(subject: Subject) -> list[Block]:
     """The section."""
     if isinstance(subject.groups, Missing):
@@ -177,19 +143,6 @@ def _reliability_curve(subject: Subject, group: PredictionGroup) -> Curve | None
         return binned.reliability() if binned.num_examples else None
     split = PredictedSplit(group.splits(is_ood=False)[subject.split])
     return None if split.file.labels is None else reliability_curve_of_predictions(split.file.probs, split.examples)
-
-
-def score_value(subject: Subject, group: PredictionGroup, wanted: Quantity) -> float | None:
-    """The value of a score of a group in its usual form; None where evaluate does not know it."""
-    metric = score_metric(subject, group, wanted)
-    return None if metric is None or metric["value"] is None else float(metric["value"])
-
-
-def score_metric(subject: Subject, group: PredictionGroup, wanted: Quantity) -> dict[str, Any] | None:
-    """The same with all that is known of it."""
-    row = subject.row_of(group)
-    found = [] if row is None else find_metric(row["metrics"], wanted)
-    return found[0] if found else None
 
 
 def left_out(subject: Subject) -> list[Any]:
@@ -271,6 +224,19 @@ def _roc_curve(subject: Subject, group: PredictionGroup, ood: str, score: str) -
     if isinstance(inside, str) or isinstance(outside, str) or not len(inside) or not len(outside):
         return None
     return roc_curve(inside, outside, most=MOST_POINTS)
+
+
+def score_value(subject: Subject, group: PredictionGroup, wanted: Quantity) -> float | None:
+    """The value of a score of a group in its usual form; None where evaluate does not know it."""
+    metric = score_metric(subject, group, wanted)
+    return None if metric is None or metric["value"] is None else float(metric["value"])
+
+
+def score_metric(subject: Subject, group: PredictionGroup, wanted: Quantity) -> dict[str, Any] | None:
+    """The same with all that is known of it."""
+    row = subject.row_of(group)
+    found = [] if row is None else find_metric(row["metrics"], wanted)
+    return found[0] if found else None
 
 
 def decisions(subject: Subject) -> list[Block]:
@@ -381,15 +347,7 @@ def _fidelity_cell(metric: dict | None) -> TableCell:
     return TableCell(f"{metric['value']:.4f}", float(metric["value"]), below)
 
 
-_MOST_POINTS = 200  # of a trace
 _MOST_CURVES = 4  # searches for a prior precision
-_MOST_LINES = 5  # of a panel
-_HISTORIES = {  # by method: what its history is of, and what an epoch gives
-    "refine": ("history.elbo", "ELBO, nats"),
-    "vi": ("history.elbo", "ELBO, nats"),
-    "swag": ("history.log_joint", "log joint, nats"),
-}
-_LATENT = "lbbnn"
 
 
 def fits(subject: Subject) -> list[Block]:
@@ -439,6 +397,14 @@ def _search_curve(subject: Subject, name: str, header: Header) -> PriorPrecision
     return PriorPrecisionCurve(name, curve, criterion, at_edge, network, subject.key)
 
 
+_HISTORIES = {  # by method: what its history is of, and what an epoch gives
+    "refine": ("history.elbo", "ELBO, nats"),
+    "vi": ("history.elbo", "ELBO, nats"),
+    "swag": ("history.log_joint", "log joint, nats"),
+}
+_LATENT = "lbbnn"
+
+
 def _epoch_trace(name: str, header: Header) -> LinePanel | None:
     """What each epoch gave; None of a posterior that was not fitted in epochs."""
     method = str(header.meta.get("method"))
@@ -446,8 +412,6 @@ def _epoch_trace(name: str, header: Header) -> LinePanel | None:
         return None
     tensors, _ = read_posterior(header.path)
     if method == _LATENT:
-        from bnncli.latent.fit import History
-
         history, what = History.from_tensors(tensors).bound(), "ELBO, nats"
     else:
         key, what = _HISTORIES[method]
@@ -457,6 +421,10 @@ def _epoch_trace(name: str, header: Header) -> LinePanel | None:
     if len(history) == 0:
         return None
     return LinePanel(name, "epoch", what, _lines(history))
+
+
+_MOST_POINTS = 200  # of a trace
+_MOST_LINES = 5  # of a panel
 
 
 def _lines(history: Tensor) -> list[Series]:
@@ -470,12 +438,130 @@ def _lines(history: Tensor) -> list[Series]:
     ]
 
 
+def posteriors(subject: Subject) -> list[Block]:
+    """The section."""
+    judgement = subject.judgement
+    if isinstance(judgement, Missing):
+        return [judgement]
+    blocks: list[Block] = []
+    captions = ("Gaussians, flows and points", "Draws") if len(_tables(judgement)) > 1 else ("Posteriors",)
+    for place, table in enumerate(_tables(judgement)):
+        blocks.append(
+            data_table(table, f"{subject.key}diagnosis-{place}", f"{captions[place]}{subject.of}, by diagnose")
+        )
+    spread = _spread(subject, judgement)
+    matrix = _matrix(subject, judgement)
+    blocks += [one for one in (spread, matrix, _marginals(subject, judgement)) if one is not None]
+    return blocks
+
+
+def _tables(judgement: Judgement) -> list[Table]:
+    """The tables of diagnose but that of the pairs, which are a figure here."""
+    return diagnosis_tables(judgement.entries, [])
+
+
+def data_table(table: Table, name: str, caption: str, *, first: int = 0) -> DataTable:
+    """A table of the terminal as one of a page; cells that begin with a number are sorted by it.
+
+    Args:
+        first: the column that heads the rows; those before it are left out.
+    """
+    rows = [[TableCell(row[first]), *(_score_cell(cell.strip()) for cell in row[first + 1 :])] for row in table.rows]
+    heads = [_typeset(column) for column in table.columns[first:]]
+    return DataTable(name, caption, heads, rows, notes=[_sentence(_typeset(note)) for note in table.notes])
+
+
+_NUMBER = re.compile(r"^[*\s]*([+-]?\d[\d,]*\.?\d*(?:e[+-]?\d+)?)")
+
+
+def _score_cell(text: str) -> TableCell:
+    """A number above what belongs to it, in brackets or behind a sign; a dash where there is none."""
+    found = _NUMBER.match(text)
+    if found is None:
+        return TableCell("–" if text == "-" else text)
+    rest = _typeset(text[found.end() :].strip())
+    is_whole = bool(rest) and rest[0] not in "[(±p"
+    shown = (text if is_whole else found[0].strip()).replace("-", "−")
+    below = (
+        [] if is_whole or not rest else re.split(r"(?<=\)) (?=\[)| (?=\(p )", rest)
+    )  # a floor, an interval, a p-value
+    return TableCell(shown, float(found[1].replace(",", "")), below)
+
+
+def _typeset(text: str) -> str:
+    """What a terminal writes in ASCII, as a page has it."""
+    return text.replace("+-", "±").replace("MMD^2", "MMD²")
+
+
+def _sentence(note: str) -> str:
+    return f"{note[:1].upper()}{note[1:]}" + ("" if note.endswith(".") else ".")
+
+
+def _spread(subject: Subject, judgement: Judgement) -> WeightSpread | None:
+    """Pareto k of what has a density."""
+    found = [
+        Weights(
+            name,
+            entry["pareto_k"]["value"],
+            entry["pareto_k"].get("threshold", 0.7),
+            entry["log_weight_sd"]["value"],
+        )
+        for name, entry in judgement.entries.items()
+        if entry["type"] in DENSITIES and entry["log_weight_sd"]["value"] is not None
+    ]
+    return WeightSpread(found[: 2 * MOST_DRAWN], CLOSE_LOG_WEIGHT_SD, subject.key) if found else None
+
+
+def _matrix(subject: Subject, judgement: Judgement) -> DistanceMatrix | None:
+    """Distances between the posteriors over the layers that most are over."""
+    pairs = {(one["posteriors"][0], one["posteriors"][1]): one for one in judgement.pairs}
+    names = [name for name in judgement.entries if any(name in pair for pair in pairs)][: MOST_DRAWN + 1]
+    kept = {pair: one for pair, one in pairs.items() if set(pair) <= set(names)}
+    if not any(one["unbiased"] is not None for one in kept.values()):
+        return None
+    values = {pair: one["unbiased"] for pair, one in kept.items()}
+    return DistanceMatrix(names, values, {pair: one["p_value"] for pair, one in kept.items()}, subject.key)
+
+
+_SHARES = (1.0, 0.99, 0.9, 0.5)  # of parameters in order of how far posteriors lie apart, that are drawn
+
+
+def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | None:
+    """Densities of the draws that diagnose compares, of the posteriors over the same parameters as the reference."""
+    chains = [one for one in judgement.diagnoses if one.judged.type == "samples"]
+    reference = next((one for one in chains if one.entry["is_good"]), chains[0] if chains else None)
+    if reference is None:
+        return Missing(
+            "Densities of single weights need draws from a sampler to compare with.",
+            subject.run.suggest("hmc"),
+        )
+    alike = [
+        one
+        for one in judgement.diagnoses
+        if one.judged.layers == reference.judged.layers
+        and one.draws.draws.shape[1] == reference.draws.draws.shape[1]
+        and bool(one.draws.draws.isfinite().all())
+    ][:MOST_DRAWN]
+    if reference not in alike:
+        alike = [reference, *alike[: MOST_DRAWN - 1]]
+    draws = {one.judged.name: one.draws.draws.numpy() for one in alike}
+    own = reference.judged.name
+    wide = {one.judged.name for one in alike if one.judged.type not in POINTS}
+    others = {name: values for name, values in draws.items() if name != own and name in wide}
+    chosen = quantile_indices(standardised_distances(draws[own], others), _SHARES)
+    meta = judgement.headers[own].meta
+    panels = [_marginal(parameter_name(meta, index), index, draws, own, wide) for index in chosen]
+    shares = ", ".join(f"{100 * share:g}%" for share in _SHARES[1:])
+    how = (
+        f"The first weight is the one where posteriors differ most from {own}, in its standard deviations; the "
+        f"others are at {shares} of that order."
+        if others
+        else f"Weights are spread evenly over those of {own}."
+    )
+    return Marginals(panels, own, how, bool(reference.entry["is_good"]), subject.key)
+
+
 _MOST_POSTERIORS = 2  # with chains, in one report
-_MOST_CHAINS = 8
-_NUM_BLOCKS = 32
-_NUM_BINS = 10
-_MOST_PARAMETERS = 4096  # judged one by one, evenly over all
-LOG_POSTERIOR = "log posterior density"
 
 
 def chains(subject: Subject) -> list[Block]:
@@ -496,10 +582,10 @@ def chains(subject: Subject) -> list[Block]:
     return blocks
 
 
-def _said(header: Header) -> str:
-    """How many draws there are, and how they agree on what decides."""
-    with interpreting(header.path):
-        return f"{deciding_line(header.meta['metrics'])}."
+_MOST_CHAINS = 8
+_NUM_BINS = 10
+_MOST_PARAMETERS = 4096  # judged one by one, evenly over all
+LOG_POSTERIOR = "log posterior density"
 
 
 def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
@@ -539,15 +625,24 @@ def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
     return found
 
 
-def _chain_trace(quantity: str, draws: NDArray[np.float64], numbers: list[int]) -> Trace:
-    middles, means = block_means(draws, _NUM_BLOCKS)
-    return Trace(quantity, numbers, middles, means.tolist())
-
-
 def _worst(statistics: RankStatistics) -> int:
     """The parameter of the largest R-hat; of the smallest sample size where that is undefined."""
     r_hat: Any = statistics.r_hat
     return int(r_hat.argmax()) if bool(r_hat.isfinite().all()) else int(statistics.ess_bulk.argmin())
+
+
+def _said(header: Header) -> str:
+    """How many draws there are, and how they agree on what decides."""
+    with interpreting(header.path):
+        return f"{deciding_line(header.meta['metrics'])}."
+
+
+_NUM_BLOCKS = 32
+
+
+def _chain_trace(quantity: str, draws: NDArray[np.float64], numbers: list[int]) -> Trace:
+    middles, means = block_means(draws, _NUM_BLOCKS)
+    return Trace(quantity, numbers, middles, means.tolist())
 
 
 def _mixing(subject: Subject, name: str, statistics: RankStatistics) -> Mixing:
@@ -561,91 +656,7 @@ def _mixing(subject: Subject, name: str, statistics: RankStatistics) -> Mixing:
     return Mixing(name, ratio, sizes, GOOD_RHAT, GOOD_ESS, len(r_hat), subject.key)
 
 
-_SHARES = (1.0, 0.99, 0.9, 0.5)  # of parameters in order of how far posteriors lie apart, that are drawn
 _GRID = 49
-
-
-def posteriors(subject: Subject) -> list[Block]:
-    """The section."""
-    judgement = subject.judgement
-    if isinstance(judgement, Missing):
-        return [judgement]
-    blocks: list[Block] = []
-    captions = ("Gaussians, flows and points", "Draws") if len(_tables(judgement)) > 1 else ("Posteriors",)
-    for place, table in enumerate(_tables(judgement)):
-        blocks.append(
-            data_table(table, f"{subject.key}diagnosis-{place}", f"{captions[place]}{subject.of}, by diagnose")
-        )
-    spread = _spread(subject, judgement)
-    matrix = _matrix(subject, judgement)
-    blocks += [one for one in (spread, matrix, _marginals(subject, judgement)) if one is not None]
-    return blocks
-
-
-def _tables(judgement: Judgement) -> list[Table]:
-    """The tables of diagnose but that of the pairs, which are a figure here."""
-    return diagnosis_tables(judgement.entries, [])
-
-
-def _spread(subject: Subject, judgement: Judgement) -> WeightSpread | None:
-    """Pareto k of what has a density."""
-    found = [
-        Weights(
-            name,
-            entry["pareto_k"]["value"],
-            entry["pareto_k"].get("threshold", 0.7),
-            entry["log_weight_sd"]["value"],
-        )
-        for name, entry in judgement.entries.items()
-        if entry["type"] in DENSITIES and entry["log_weight_sd"]["value"] is not None
-    ]
-    return WeightSpread(found[: 2 * MOST_DRAWN], CLOSE_LOG_WEIGHT_SD, subject.key) if found else None
-
-
-def _matrix(subject: Subject, judgement: Judgement) -> DistanceMatrix | None:
-    """Distances between the posteriors over the layers that most are over."""
-    pairs = {(one["posteriors"][0], one["posteriors"][1]): one for one in judgement.pairs}
-    names = [name for name in judgement.entries if any(name in pair for pair in pairs)][: MOST_DRAWN + 1]
-    kept = {pair: one for pair, one in pairs.items() if set(pair) <= set(names)}
-    if not any(one["unbiased"] is not None for one in kept.values()):
-        return None
-    values = {pair: one["unbiased"] for pair, one in kept.items()}
-    return DistanceMatrix(names, values, {pair: one["p_value"] for pair, one in kept.items()}, subject.key)
-
-
-def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | None:
-    """Densities of the draws that diagnose compares, of the posteriors over the same parameters as the reference."""
-    chains = [one for one in judgement.diagnoses if one.judged.type == "samples"]
-    reference = next((one for one in chains if one.entry["is_good"]), chains[0] if chains else None)
-    if reference is None:
-        return Missing(
-            "Densities of single weights need draws from a sampler to compare with.",
-            subject.run.suggest("hmc"),
-        )
-    alike = [
-        one
-        for one in judgement.diagnoses
-        if one.judged.layers == reference.judged.layers
-        and one.draws.draws.shape[1] == reference.draws.draws.shape[1]
-        and bool(one.draws.draws.isfinite().all())
-    ][:MOST_DRAWN]
-    if reference not in alike:
-        alike = [reference, *alike[: MOST_DRAWN - 1]]
-    draws = {one.judged.name: one.draws.draws.numpy() for one in alike}
-    own = reference.judged.name
-    wide = {one.judged.name for one in alike if one.judged.type not in POINTS}
-    others = {name: values for name, values in draws.items() if name != own and name in wide}
-    chosen = quantile_indices(standardised_distances(draws[own], others), _SHARES)
-    meta = judgement.headers[own].meta
-    panels = [_marginal(parameter_name(meta, index), index, draws, own, wide) for index in chosen]
-    shares = ", ".join(f"{100 * share:g}%" for share in _SHARES[1:])
-    how = (
-        f"The first weight is the one where posteriors differ most from {own}, in its standard deviations; the "
-        f"others are at {shares} of that order."
-        if others
-        else f"Weights are spread evenly over those of {own}."
-    )
-    return Marginals(panels, own, how, bool(reference.entry["is_good"]), subject.key)
 
 
 def _marginal(title: str, index: int, draws: dict[str, NDArray[np.float32]], own: str, wide: set[str]) -> Marginal:

@@ -46,6 +46,7 @@ from bnncli.system.memory import require
 if TYPE_CHECKING:
     from bnncli.commands.report import ReportOptions
 
+
 _READ = ("train", "val")  # splits that posteriors are judged on; of the others the headers are enough
 
 
@@ -70,12 +71,13 @@ def check_run(run: Run) -> None:
     run.heads.clear()
 
 
-def _features_command(run: Run, names: list[str]) -> str:
-    """The command that makes the features anew, from the header of any split that has one: most come from one command."""
-    headers = (tried(partial(read_header, run.folder.features(name))) for name in names)
-    made = (run.remake(header, force=True) for header in headers if isinstance(header, Header))
-    usual = run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"], force=True)
-    return next((command for command in made if command is not None), usual)
+class Damaged(NamedTuple):
+    """An artifact that is left out, by its name in the run folder: what is wrong with it, and the command that makes it again, where one is known."""
+
+    path: Path
+    name: str
+    what: str
+    command: str | None
 
 
 def damaged(run: Run, named: list[str]) -> list[Damaged]:
@@ -118,6 +120,14 @@ def _check(run: Run, path: Path) -> None:
     check_artifact(path)
 
 
+def _in_its_place(path: Path, command: str | None) -> str | None:
+    """The command; of a file that does not show any more that it is ours, which nothing replaces, once that is moved away."""
+    if command is None or carries_our_mark(path):
+        return command
+    own, away = (shlex.quote(printable(name, keep_bytes=True)) for name in (str(path), f"{path}.damaged"))
+    return f"mv {own} {away} && {command}"
+
+
 def _command(run: Run, path: Path) -> str | None:
     """The command that makes a damaged artifact again, in its place: its own, or, where it does not say, the usual one of its name."""
     kind, name = path.parent.name, path.stem
@@ -140,39 +150,16 @@ def _command(run: Run, path: Path) -> str | None:
     return run.suggest("predict", posterior=posterior, integrator=max(integrators, key=len), force=True)
 
 
-def _in_its_place(path: Path, command: str | None) -> str | None:
-    """The command; of a file that does not show any more that it is ours, which nothing replaces, once that is moved away."""
-    if command is None or carries_our_mark(path):
-        return command
-    own, away = (shlex.quote(printable(name, keep_bytes=True)) for name in (str(path), f"{path}.damaged"))
-    return f"mv {own} {away} && {command}"
-
-
-def check_is_something_left(subject: Subject) -> None:
-    """Pass unless artifacts are damaged and neither posteriors nor predictions are left to show. Raises DataError then."""
-    if subject.damaged and isinstance(subject.judgement, Missing) and isinstance(subject.groups, Missing):
-        first = subject.damaged[0]
-        raise DataError(
-            f"{subject.run.folder.root} has nothing left to report on: {first.name}: {first.what}",
-            code="damaged",
-            hint=first.command,
-            path=first.path,
-        )
+def _features_command(run: Run, names: list[str]) -> str:
+    """The command that makes the features anew, from the header of any split that has one: most come from one command."""
+    headers = (tried(partial(read_header, run.folder.features(name))) for name in names)
+    made = (run.remake(header, force=True) for header in headers if isinstance(header, Header))
+    usual = run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"], force=True)
+    return next((command for command in made if command is not None), usual)
 
 
 MOST_DRAWN = 8  # posteriors in one figure: more could not be told apart
-_OPTION = re.compile(r"^--[a-z][a-z-]*: ")  # that an error begins with, which is another command's
 _ROW_BYTES = 64  # of memory for each example of a prediction file
-Found = TypeVar("Found")
-
-
-class Damaged(NamedTuple):
-    """An artifact that is left out, by its name in the run folder: what is wrong with it, and the command that makes it again, where one is known."""
-
-    path: Path
-    name: str
-    what: str
-    command: str | None
 
 
 @dataclass(frozen=True)
@@ -379,31 +366,19 @@ class Subject:
         return header is not None and header.meta.get("type") in POINTS
 
 
-def tried(find: Callable[[], Found]) -> Found | Missing:
-    """What is found, or as something missing what is wrong with the artifacts that it is found in.
-
-    Raises:
-        BnnError: what is no fault of the artifacts: a device, a disk, an interrupt. Of what has no room in memory the rest can be shown.
-    """
-    try:
-        return find()
-    except BnnError as error:
-        if isinstance(error, NOT_OF_CONTENT) and error.code != "out_of_memory":
-            raise
-        return missing(error)
-
-
-def missing(error: BnnError) -> Missing:
-    """An error as a sentence, and the command that helps, where the hint is one."""
-    message, hint = _OPTION.sub("", spelled(error.message)), spelled(error.hint) if error.hint else None
-    is_word = message.split(" ", 1)[0].isalpha()  # and no file's name
-    sentence = (f"{message[:1].upper()}{message[1:]}" if is_word else message).rstrip(".")
-    is_command = hint is not None and hint.startswith("bnncli ")
-    return Missing(f"{sentence}." if is_command or not hint else f"{sentence}; {hint}.", hint if is_command else None)
+def check_is_something_left(subject: Subject) -> None:
+    """Pass unless artifacts are damaged and neither posteriors nor predictions are left to show. Raises DataError then."""
+    if subject.damaged and isinstance(subject.judgement, Missing) and isinstance(subject.groups, Missing):
+        first = subject.damaged[0]
+        raise DataError(
+            f"{subject.run.folder.root} has nothing left to report on: {first.name}: {first.what}",
+            code="damaged",
+            hint=first.command,
+            path=first.path,
+        )
 
 
 _MOST_ROWS = 120
-_SHORT = 16  # digits of a digest that are shown: enough to tell any two apart
 _KINDS = {"features": 0, "posterior": 1, "samples": 1, "predictions": 2, "metrics": 3}
 
 
@@ -461,23 +436,6 @@ def origins(subject: Subject) -> list[Block]:
     return blocks
 
 
-def _network(subject: Subject) -> str:
-    """Which network the run is of, in a sentence."""
-    headers = [tried(partial(read_header, subject.run.folder.features(name))) for name in subject.run.folder.splits()]
-    header = next((one for one in headers if isinstance(one, Header)), None)
-    if header is None:
-        return "These commands, in this order, produce what this report shows."
-    with interpreting(header.path):
-        record, params = header.provenance.get("checkpoint"), header.provenance.get("params", {})
-        model = f"the model {params['model']}" if params.get("model") else "ready features"
-        digest = "" if record is None else f" (weights {_short(str(record['weights_digest']))})"
-        size = int(header.meta["num_features"])
-    return (
-        f"Checkpoint {subject.name}{digest}, {model}, {size} features per example. These commands, in this "
-        "order, produce what this report shows."
-    )
-
-
 def _row(entry: dict[str, Any]) -> list[TableCell]:
     header = tried(partial(read_header, Path(entry["path"])))
     inputs = [one["role"] for one in header.inputs] if isinstance(header, Header) else []
@@ -485,149 +443,10 @@ def _row(entry: dict[str, Any]) -> list[TableCell]:
     return [TableCell(entry["name"]), TableCell(", ".join(inputs) or "–"), TableCell(entry["state"]), TableCell(digest)]
 
 
-def _short(digest: str) -> str:
-    """The first digits of a digest, without the name of its kind."""
-    return digest.rpartition(":")[2][:_SHORT]
-
-
-def _warnings(subject: Subject) -> list[tuple[str, str]]:
-    """Warnings that posteriors carry, by name, each text once."""
-    found: dict[str, str] = {}
-    for name, header in subject.headers.items():
-        for text in header.provenance.get("warnings", [])[:5]:
-            found.setdefault(str(text), name)
-    return [(name, text) for text, name in found.items()][:20]
-
-
-_LONGEST = 24  # letters of a class's name
-
-
-def parameter_name(meta: dict[str, Any], index: int) -> str:
-    """The parameter at a place of theta, by the header of its posterior: of a head with its class and feature.
-
-    Args:
-        meta: of the posterior, with its `param_layout`, and `classes`.
-    """
-    for part in meta.get("param_layout", []):
-        size = int(np.prod(part["shape"]))
-        if part["offset"] <= index < part["offset"] + size:
-            place = [int(one) for one in np.unravel_index(index - part["offset"], part["shape"])]
-            classes = meta.get("classes") or []
-            own = _of_head(str(part["name"]), place, classes) if part["shape"][0] == len(classes) else None
-            return own or printable(f"{part['name']}{place}")
-    return f"parameter {index}"
-
-
-def _of_head(name: str, place: list[int], classes: list[Any]) -> str | None:
-    if name not in ("head.weight", "head.bias"):
-        return None
-    shown = class_name(classes, place[0])
-    return f"{shown}: bias" if name == "head.bias" else f"{shown}: weight of feature {place[1]}"
-
-
-def class_name(classes: list[Any], index: int) -> str:
-    """The name of a class, cut, on one line; a number says what it is."""
-    name = printable(str(classes[index])) if 0 <= index < len(classes) else str(index)
-    if name.isdecimal():
-        return f"class {name}"
-    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
-
-
-_SIDES = (64, 48, 32, 24)  # the most pixels along a side, until the file is small enough
-_MOST_LETTERS = 300
-_WIDE = ("I", "F")  # modes of more than 8 bits, which PIL cuts at 255 where arrays are scaled
-
-
-def png_of(item: Any, *, most_bytes: int = 1 << 14) -> bytes | None:
-    """A small PNG of an image: an array (H, W), (H, W, C) or (C, H, W) of one or three channels, or a PIL image; None of what is none.
-
-    Args:
-        most_bytes: of the file, where that can be had by fewer pixels.
-    """
-    if isinstance(item, Image.Image) and item.mode.startswith(_WIDE):
-        item = np.asarray(item)
-    image = item if isinstance(item, Image.Image) else _image_of(np.asarray(item)) if _is_array(item) else None
-    if image is None:
-        return None
-    image = image.convert("L" if image.mode in ("1", "L") else "RGB")
-    found = b""
-    for side in _SIDES:
-        if max(image.size) > side:
-            image.thumbnail((side, side))
-        content = io.BytesIO()
-        image.save(content, "PNG", optimize=True)
-        found = content.getvalue()
-        if len(found) <= most_bytes:
-            break
-    return found
-
-
-def text_of(item: Any) -> str | None:
-    """The beginning of a text, or of a pair of them, on one line; None of what is none."""
-    parts = [item] if isinstance(item, str) else item if isinstance(item, tuple | list) else []
-    if not parts or not all(isinstance(part, str) for part in parts):
-        return None
-    text = " / ".join(" ".join(part.split()) for part in parts)
-    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
-
-
-def _is_array(item: Any) -> bool:
-    return isinstance(item, np.ndarray) or hasattr(item, "__array__")
-
-
-def _image_of(array: NDArray[Any]) -> Image.Image | None:
-    if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3):
-        array = np.moveaxis(array, 0, 2)
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)
-    if not is_image or min(array.shape[:2]) < 2 or not np.issubdtype(array.dtype, np.number):
-        return None
-    if array.dtype != np.uint8:
-        values = np.nan_to_num(array.astype(np.float64))
-        low, high = float(values.min()), float(values.max())
-        low, high = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
-        array = np.round(255 * (values - low) / ((high - low) or 1.0)).astype(np.uint8)
-    return Image.fromarray(np.ascontiguousarray(array))
-
-
 _CODE = "py:"  # data that are read by the user's code
-_MODES = ("L", "RGB")
 _MOST_OUTSIDE = 2  # splits out of distribution
 _MOST_GALLERIES = 3 + _MOST_OUTSIDE
 _IMAGE_BYTES = 150_000  # of all pictures together, of a page that has at most a megabyte
-
-
-def inputs(subject: Subject) -> list[Block]:
-    """The section."""
-    group = subject.focus
-    if group is None:
-        assert isinstance(subject.groups, Missing)
-        return [subject.groups]
-    if subject.options.examples == 0:
-        return [Missing("No inputs are shown (--examples 0).")]
-    inside, found = subject.binned(group, subject.split), _Look(subject, group, subject.split)
-    looks = {ood: _Look(subject, group, ood) for ood in list(group.splits(is_ood=True))[:_MOST_OUTSIDE]}
-    blocks: list[Block] = [
-        paragraph(
-            f"Each input is shown with the class that {subject.titles[group.name]} predicts, and its probability."
-        )
-    ]
-    blocks += dict.fromkeys(look.stored for look in (found, *looks.values()) if isinstance(look.stored, Missing))
-    blocks += [
-        paragraph(
-            f"Inputs of {split} are what its code returns now. They may differ from those that were predicted.",
-            kind="note",
-        )
-        for split, look in {subject.split: found, **looks}.items()
-        if isinstance(look.stored, _Stored) and look.stored.split.spec.startswith(_CODE)
-    ]
-    blocks += found.gallery(f"Least certain of {subject.split}", inside.least_certain)
-    blocks += found.gallery(f"Most certain of {subject.split}", inside.most_certain)
-    blocks += found.gallery(f"Most confident errors on {subject.split}", inside.most_certain_errors)
-    for ood, look in looks.items():
-        blocks += look.gallery(f"Most certain of {ood}, out of distribution", subject.binned(group, ood).most_certain)
-    return blocks
 
 
 class _Look:
@@ -672,6 +491,38 @@ class _Stored:
         return (None if isinstance(stored, dict) else stored[0]), (None if names is None else names[0])
 
 
+def inputs(subject: Subject) -> list[Block]:
+    """The section."""
+    group = subject.focus
+    if group is None:
+        assert isinstance(subject.groups, Missing)
+        return [subject.groups]
+    if subject.options.examples == 0:
+        return [Missing("No inputs are shown (--examples 0).")]
+    inside, found = subject.binned(group, subject.split), _Look(subject, group, subject.split)
+    looks = {ood: _Look(subject, group, ood) for ood in list(group.splits(is_ood=True))[:_MOST_OUTSIDE]}
+    blocks: list[Block] = [
+        paragraph(
+            f"Each input is shown with the class that {subject.titles[group.name]} predicts, and its probability."
+        )
+    ]
+    blocks += dict.fromkeys(look.stored for look in (found, *looks.values()) if isinstance(look.stored, Missing))
+    blocks += [
+        paragraph(
+            f"Inputs of {split} are what its code returns now. They may differ from those that were predicted.",
+            kind="note",
+        )
+        for split, look in {subject.split: found, **looks}.items()
+        if isinstance(look.stored, _Stored) and look.stored.split.spec.startswith(_CODE)
+    ]
+    blocks += found.gallery(f"Least certain of {subject.split}", inside.least_certain)
+    blocks += found.gallery(f"Most certain of {subject.split}", inside.most_certain)
+    blocks += found.gallery(f"Most confident errors on {subject.split}", inside.most_certain_errors)
+    for ood, look in looks.items():
+        blocks += look.gallery(f"Most certain of {ood}, out of distribution", subject.binned(group, ood).most_certain)
+    return blocks
+
+
 def _open(subject: Subject, split: str) -> _Stored:
     """The data of a split.
 
@@ -694,6 +545,9 @@ def _open(subject: Subject, split: str) -> _Stored:
     return _Stored(_as_predicted(header, spec, dataset, rows))
 
 
+_MODES = ("L", "RGB")
+
+
 def _as_predicted(header: Header, spec: str, dataset: Any, rows: np.ndarray) -> InputSplit:
     """The split of these rows. Raises DataError unless its content is what the features were made of."""
     if len(rows) and int(rows.max()) >= len(dataset):
@@ -704,3 +558,160 @@ def _as_predicted(header: Header, spec: str, dataset: Any, rows: np.ndarray) -> 
         if split.order_digest == header.meta.get("order_digest"):
             return split
     raise DataError(f"{spec} has changed since the features were extracted, and is not shown")
+
+
+_SIDES = (64, 48, 32, 24)  # the most pixels along a side, until the file is small enough
+_WIDE = ("I", "F")  # modes of more than 8 bits, which PIL cuts at 255 where arrays are scaled
+
+
+def png_of(item: Any, *, most_bytes: int = 1 << 14) -> bytes | None:
+    """A small PNG of an image: an array (H, W), (H, W, C) or (C, H, W) of one or three channels, or a PIL image; None of what is none.
+
+    Args:
+        most_bytes: of the file, where that can be had by fewer pixels.
+    """
+    if isinstance(item, Image.Image) and item.mode.startswith(_WIDE):
+        item = np.asarray(item)
+    image = item if isinstance(item, Image.Image) else _image_of(np.asarray(item)) if _is_array(item) else None
+    if image is None:
+        return None
+    image = image.convert("L" if image.mode in ("1", "L") else "RGB")
+    found = b""
+    for side in _SIDES:
+        if max(image.size) > side:
+            image.thumbnail((side, side))
+        content = io.BytesIO()
+        image.save(content, "PNG", optimize=True)
+        found = content.getvalue()
+        if len(found) <= most_bytes:
+            break
+    return found
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, np.ndarray) or hasattr(item, "__array__")
+
+
+def _image_of(array: NDArray[Any]) -> Image.Image | None:
+    if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3):
+        array = np.moveaxis(array, 0, 2)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)
+    if not is_image or min(array.shape[:2]) < 2 or not np.issubdtype(array.dtype, np.number):
+        return None
+    if array.dtype != np.uint8:
+        values = np.nan_to_num(array.astype(np.float64))
+        low, high = float(values.min()), float(values.max())
+        low, high = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
+        array = np.round(255 * (values - low) / ((high - low) or 1.0)).astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(array))
+
+
+_MOST_LETTERS = 300
+
+
+def text_of(item: Any) -> str | None:
+    """The beginning of a text, or of a pair of them, on one line; None of what is none."""
+    parts = [item] if isinstance(item, str) else item if isinstance(item, tuple | list) else []
+    if not parts or not all(isinstance(part, str) for part in parts):
+        return None
+    text = " / ".join(" ".join(part.split()) for part in parts)
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
+
+
+def _network(subject: Subject) -> str:
+    """Which network the run is of, in a sentence."""
+    headers = [tried(partial(read_header, subject.run.folder.features(name))) for name in subject.run.folder.splits()]
+    header = next((one for one in headers if isinstance(one, Header)), None)
+    if header is None:
+        return "These commands, in this order, produce what this report shows."
+    with interpreting(header.path):
+        record, params = header.provenance.get("checkpoint"), header.provenance.get("params", {})
+        model = f"the model {params['model']}" if params.get("model") else "ready features"
+        digest = "" if record is None else f" (weights {_short(str(record['weights_digest']))})"
+        size = int(header.meta["num_features"])
+    return (
+        f"Checkpoint {subject.name}{digest}, {model}, {size} features per example. These commands, in this "
+        "order, produce what this report shows."
+    )
+
+
+Found = TypeVar("Found")
+
+
+def tried(find: Callable[[], Found]) -> Found | Missing:
+    """What is found, or as something missing what is wrong with the artifacts that it is found in.
+
+    Raises:
+        BnnError: what is no fault of the artifacts: a device, a disk, an interrupt. Of what has no room in memory the rest can be shown.
+    """
+    try:
+        return find()
+    except BnnError as error:
+        if isinstance(error, NOT_OF_CONTENT) and error.code != "out_of_memory":
+            raise
+        return missing(error)
+
+
+_OPTION = re.compile(r"^--[a-z][a-z-]*: ")  # that an error begins with, which is another command's
+
+
+def missing(error: BnnError) -> Missing:
+    """An error as a sentence, and the command that helps, where the hint is one."""
+    message, hint = _OPTION.sub("", spelled(error.message)), spelled(error.hint) if error.hint else None
+    is_word = message.split(" ", 1)[0].isalpha()  # and no file's name
+    sentence = (f"{message[:1].upper()}{message[1:]}" if is_word else message).rstrip(".")
+    is_command = hint is not None and hint.startswith("bnncli ")
+    return Missing(f"{sentence}." if is_command or not hint else f"{sentence}; {hint}.", hint if is_command else None)
+
+
+_SHORT = 16  # digits of a digest that are shown: enough to tell any two apart
+
+
+def _short(digest: str) -> str:
+    """The first digits of a digest, without the name of its kind."""
+    return digest.rpartition(":")[2][:_SHORT]
+
+
+def _warnings(subject: Subject) -> list[tuple[str, str]]:
+    """Warnings that posteriors carry, by name, each text once."""
+    found: dict[str, str] = {}
+    for name, header in subject.headers.items():
+        for text in header.provenance.get("warnings", [])[:5]:
+            found.setdefault(str(text), name)
+    return [(name, text) for text, name in found.items()][:20]
+
+
+def parameter_name(meta: dict[str, Any], index: int) -> str:
+    """The parameter at a place of theta, by the header of its posterior: of a head with its class and feature.
+
+    Args:
+        meta: of the posterior, with its `param_layout`, and `classes`.
+    """
+    for part in meta.get("param_layout", []):
+        size = int(np.prod(part["shape"]))
+        if part["offset"] <= index < part["offset"] + size:
+            place = [int(one) for one in np.unravel_index(index - part["offset"], part["shape"])]
+            classes = meta.get("classes") or []
+            own = _of_head(str(part["name"]), place, classes) if part["shape"][0] == len(classes) else None
+            return own or printable(f"{part['name']}{place}")
+    return f"parameter {index}"
+
+
+def _of_head(name: str, place: list[int], classes: list[Any]) -> str | None:
+    if name not in ("head.weight", "head.bias"):
+        return None
+    shown = class_name(classes, place[0])
+    return f"{shown}: bias" if name == "head.bias" else f"{shown}: weight of feature {place[1]}"
+
+
+_LONGEST = 24  # letters of a class's name
+
+
+def class_name(classes: list[Any], index: int) -> str:
+    """The name of a class, cut, on one line; a number says what it is."""
+    name = printable(str(classes[index])) if 0 <= index < len(classes) else str(index)
+    if name.isdecimal():
+        return f"class {name}"
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."

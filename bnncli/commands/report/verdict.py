@@ -50,16 +50,6 @@ def with_error(value: float, error: float | None, digits: int = 4) -> str:
     return shown + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def listed_in_words(names: list[str], *, most: int | None = None) -> str:
-    """`a`, `a and b`, `a, b and c`; with `most` of them, `a, b and 7 more`."""
-    if most is not None and len(names) > most + 1:
-        names = [*names[:most], f"{len(names) - most} more"]
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-SECTION = "terms"
 TERMS = {
     "accuracy": "The share of examples whose most probable class is right.",
     "AUROC": "The probability that a score ranks a known input above an outlier. 0.5 is chance, 1 is perfect.",
@@ -80,38 +70,12 @@ TERMS = {
     "temperature scaling": "One number divides all logits. It changes confidence, never the predicted class.",
     "95% interval": "A range that contains the true value for 95% of test sets.",
 }
-_FOUND = re.compile("|".join(rf"(?<![\w-]){re.escape(term)}(?![\w-])" for term in sorted(TERMS, key=len, reverse=True)))
-
-
-def linked(text: str) -> Markup:
-    """A text whose terms link to their explanations, each once."""
-    parts: list[str] = []
-    place, seen = 0, set()
-    for found in _FOUND.finditer(text):
-        if found[0] not in seen:
-            seen.add(found[0])
-            parts += [text[place : found.start()], element("a", found[0], href=f"#{_name(found[0])}", class_="term")]
-            place = found.end()
-    return joined(*parts, text[place:])
 
 
 def terms() -> list[Block]:
     """The section."""
     items = [joined(element("dt", term, id=_name(term)), element("dd", text)) for term, text in TERMS.items()]
     return [element("dl", *items)]
-
-
-def _name(term: str) -> str:
-    return f"term-{re.sub(r'[^a-z0-9]+', '-', term.lower())}"
-
-
-_MOST_DOUBTED = 3  # posteriors whose doubts are told
-_MOST_NAMED = 12  # posteriors that are good, or files that are damaged
-_MOST_SPLITS = 3  # out of distribution, in the table
-_CHANCE = 0.05  # of saying of any that are calibrated that they are not
-_OWN_SCORE = "max_prob"  # an outlier score of the posterior's own, as compare has it: the default one depends on the features alone
-_PLAIN = {"temperature": "temperature scaling", "map": "the network as trained"}
-_KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "samples": "Monte Carlo draws"}
 
 
 def verdict(subject: Subject) -> list[Block]:
@@ -147,8 +111,7 @@ def verdict(subject: Subject) -> list[Block]:
     return blocks
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+_MOST_SPLITS = 3  # out of distribution, in the table
 
 
 class Beside(NamedTuple):
@@ -190,22 +153,6 @@ def _beside_the_network(subject: Subject) -> Beside | None:
     )
 
 
-def _recorded(subject: Subject) -> Beside | None:
-    """What auto measured on val of its recommendation; None without it, and of a posterior that was not asked for."""
-    chosen = subject.recommended
-    header = None if chosen is None else subject.headers.get(chosen.posterior)
-    if chosen is None or chosen.by != "auto" or header is None:
-        return None
-    told = read_metrics(subject.run.folder.recommended).meta["rows"][-1]
-    own, base = told["about"]
-    found = recorded_qualities(told["qualities"])
-    if not found or own != f"{chosen.posterior} ({chosen.integrator})":
-        return None
-    count = int(read_header(subject.run.folder.features("val")).meta["num_examples"])
-    is_multilabel = not has_exclusive_classes(recorded_name(header.meta))
-    return Beside(own, base, chosen.posterior, "val", count, found, {}, is_multilabel)
-
-
 def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
     """The qualities of stored predictions beside those of others, on the split that is shown."""
 
@@ -214,6 +161,9 @@ def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) 
         return SplitProbabilities(split, file.probs, file.labels)
 
     return qualities(read(own, subject.split), read(base, subject.split), seed=subject.run.compute.seed)
+
+
+_OWN_SCORE = "max_prob"  # an outlier score of the posterior's own, as compare has it: the default one depends on the features alone
 
 
 def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, ood: str) -> Quality | None:
@@ -236,22 +186,20 @@ def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, oo
     return paired_quality("auroc", measured, level=0.95)
 
 
-def _pays(beside: Beside, subject: Subject) -> list[Block]:
-    """A table of the differences, and how it is read."""
-    titles = {"accuracy": "label accuracy"} if beside.is_multilabel else {}
-    named = [(titles.get(one.title, one.title), one) for one in beside.qualities]
-    named += [(f"AUROC {ood}, by largest probability", one) for ood, one in beside.detection.items()]
-    if not named:
-        return [Missing(f"Split {beside.split} has no labels, so predictions cannot be scored.")]
-    rows = [[TableCell(title), *map(TableCell, one.cells[1:])] for title, one in named]
-    columns = ["score", beside.own, beside.base, "difference", "95% interval", "finding"]
-    caption = f"{beside.own} against {beside.base} on {beside.split}, {beside.num_examples:,} examples"
-    note = "Differences are paired by example. If an interval contains zero, these examples cannot tell the two apart."
-    if beside.split == "val":
-        note += " Fits were tuned on val, so their scores are slightly optimistic."
-        if subject.split != "val":
-            note += f" For {subject.split}: {subject.run.suggest('predict', posterior='all')}"
-    return [DataTable(f"{subject.key}pays", caption, columns, rows, [note])]
+def _recorded(subject: Subject) -> Beside | None:
+    """What auto measured on val of its recommendation; None without it, and of a posterior that was not asked for."""
+    chosen = subject.recommended
+    header = None if chosen is None else subject.headers.get(chosen.posterior)
+    if chosen is None or chosen.by != "auto" or header is None:
+        return None
+    told = read_metrics(subject.run.folder.recommended).meta["rows"][-1]
+    own, base = told["about"]
+    found = recorded_qualities(told["qualities"])
+    if not found or own != f"{chosen.posterior} ({chosen.integrator})":
+        return None
+    count = int(read_header(subject.run.folder.features("val")).meta["num_examples"])
+    is_multilabel = not has_exclusive_classes(recorded_name(header.meta))
+    return Beside(own, base, chosen.posterior, "val", count, found, {}, is_multilabel)
 
 
 def _misread(subject: Subject) -> list[Markup]:
@@ -261,68 +209,16 @@ def _misread(subject: Subject) -> list[Markup]:
     return [joined(strong("The network. "), text)] if found else []
 
 
-def _left_out_of(subject: Subject) -> list[Block]:
-    """What is damaged, some of it by name."""
-    told: list[Block] = [_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
-    rest = len(subject.damaged) - len(told)
-    return (
-        [
-            *told,
-            Missing(
-                f"{counted(rest, 'more artifact')} {'is' if rest == 1 else 'are'} damaged.",
-                subject.run.suggest("status"),
-            ),
-        ]
-        if rest > 0
-        else told
-    )
-
-
-def _left_out(one: Damaged) -> Missing:
-    """What is said of a damaged artifact."""
-    what = one.what if one.what.startswith("is ") else f"cannot be used: {one.what}"
-    return Missing(f"{one.name} is skipped: it {what}.", one.command)
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _to_run(command: str | None) -> list[str]:
     return [] if command is None else [" Run ", code(command)]
 
 
-def _headline(judgement: Judgement | Missing, recommended: Recommended | None, beside: Beside | None) -> str:
-    """What to do, and what it gains and costs, in one or two sentences."""
-    if recommended is None:
-        if isinstance(judgement, Missing):
-            return "There is no verdict on the posteriors of this run."
-        use = judgement.verdict.use
-        text = "No recommendation: that needs a labelled validation split."
-        if use is None:
-            return f"{text} No posterior is known to match the exact posterior."
-        kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
-        return f"{text} {use} ({kind}) matches the exact posterior closely."
-    if recommended.posterior in _PLAIN:
-        return f"Keep {_PLAIN[recommended.posterior]}."
-    found = f"Use {recommended.posterior}"
-    if beside is None or beside.posterior != recommended.posterior:
-        return f"{found}."
-    parts = []
-    if (nll := beside.of("nll")) is not None:
-        parts.append(f"NLL {nll.value:.3f} instead of {nll.baseline:.3f}{_doubted(nll)}")
-    if (accuracy := beside.of("accuracy")) is not None:
-        parts.append(
-            f"{'label accuracy' if beside.is_multilabel else 'accuracy'} {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}"
-        )
-    for ood, one in beside.detection.items():
-        parts.append(f"AUROC of its own confidence {_signed(one.difference, 2)} against {ood}{_doubted(one)}")
-    return f"{found}: {', '.join(parts)} on {beside.split}." if parts else f"{found}."
-
-
-def _signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def _doubted(one: Quality) -> str:
-    """What is said of a difference that may be chance."""
-    return "" if one.finding in ("better", "worse") else " (not significant)"
+_MOST_DOUBTED = 3  # posteriors whose doubts are told
+_MOST_NAMED = 12  # posteriors that are good, or files that are damaged
 
 
 def _fit(judgement: Judgement) -> Markup:
@@ -356,6 +252,9 @@ def _calibration(subject: Subject) -> list[Markup]:
     found = [(subject.titles[group.name], score_metric(subject, group, Quantity("ece"))) for group in _told(subject)]
     known = [(title, metric) for title, metric in found if metric is not None and metric["value"] is not None]
     return [joined(strong("Calibration. "), linked(calibration_in_words(subject.split, known)))] if known else []
+
+
+_CHANCE = 0.05  # of saying of any that are calibrated that they are not
 
 
 def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -410,7 +309,120 @@ def _told(subject: Subject) -> list[PredictionGroup]:
     return [subject.focus, *(group for group in plain if group is not subject.focus)]
 
 
+def listed_in_words(names: list[str], *, most: int | None = None) -> str:
+    """`a`, `a and b`, `a, b and c`; with `most` of them, `a, b and 7 more`."""
+    if most is not None and len(names) > most + 1:
+        names = [*names[:most], f"{len(names) - most} more"]
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+_FOUND = re.compile("|".join(rf"(?<![\w-]){re.escape(term)}(?![\w-])" for term in sorted(TERMS, key=len, reverse=True)))
+
+
+def linked(text: str) -> Markup:
+    """A text whose terms link to their explanations, each once."""
+    parts: list[str] = []
+    place, seen = 0, set()
+    for found in _FOUND.finditer(text):
+        if found[0] not in seen:
+            seen.add(found[0])
+            parts += [text[place : found.start()], element("a", found[0], href=f"#{_name(found[0])}", class_="term")]
+            place = found.end()
+    return joined(*parts, text[place:])
+
+
+def _name(term: str) -> str:
+    return f"term-{re.sub(r'[^a-z0-9]+', '-', term.lower())}"
+
+
+_PLAIN = {"temperature": "temperature scaling", "map": "the network as trained"}
+_KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "samples": "Monte Carlo draws"}
+
+
+def _headline(judgement: Judgement | Missing, recommended: Recommended | None, beside: Beside | None) -> str:
+    """What to do, and what it gains and costs, in one or two sentences."""
+    if recommended is None:
+        if isinstance(judgement, Missing):
+            return "There is no verdict on the posteriors of this run."
+        use = judgement.verdict.use
+        text = "No recommendation: that needs a labelled validation split."
+        if use is None:
+            return f"{text} No posterior is known to match the exact posterior."
+        kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
+        return f"{text} {use} ({kind}) matches the exact posterior closely."
+    if recommended.posterior in _PLAIN:
+        return f"Keep {_PLAIN[recommended.posterior]}."
+    found = f"Use {recommended.posterior}"
+    if beside is None or beside.posterior != recommended.posterior:
+        return f"{found}."
+    parts = []
+    if (nll := beside.of("nll")) is not None:
+        parts.append(f"NLL {nll.value:.3f} instead of {nll.baseline:.3f}{_doubted(nll)}")
+    if (accuracy := beside.of("accuracy")) is not None:
+        parts.append(
+            f"{'label accuracy' if beside.is_multilabel else 'accuracy'} {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}"
+        )
+    for ood, one in beside.detection.items():
+        parts.append(f"AUROC of its own confidence {_signed(one.difference, 2)} against {ood}{_doubted(one)}")
+    return f"{found}: {', '.join(parts)} on {beside.split}." if parts else f"{found}."
+
+
+def _doubted(one: Quality) -> str:
+    """What is said of a difference that may be chance."""
+    return "" if one.finding in ("better", "worse") else " (not significant)"
+
+
+def _signed(value: float, digits: int) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _left_out_of(subject: Subject) -> list[Block]:
+    """What is damaged, some of it by name."""
+    told: list[Block] = [_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
+    rest = len(subject.damaged) - len(told)
+    return (
+        [
+            *told,
+            Missing(
+                f"{counted(rest, 'more artifact')} {'is' if rest == 1 else 'are'} damaged.",
+                subject.run.suggest("status"),
+            ),
+        ]
+        if rest > 0
+        else told
+    )
+
+
+def _left_out(one: Damaged) -> Missing:
+    """What is said of a damaged artifact."""
+    what = one.what if one.what.startswith("is ") else f"cannot be used: {one.what}"
+    return Missing(f"{one.name} is skipped: it {what}.", one.command)
+
+
+def _pays(beside: Beside, subject: Subject) -> list[Block]:
+    """A table of the differences, and how it is read."""
+    titles = {"accuracy": "label accuracy"} if beside.is_multilabel else {}
+    named = [(titles.get(one.title, one.title), one) for one in beside.qualities]
+    named += [(f"AUROC {ood}, by largest probability", one) for ood, one in beside.detection.items()]
+    if not named:
+        return [Missing(f"Split {beside.split} has no labels, so predictions cannot be scored.")]
+    rows = [[TableCell(title), *map(TableCell, one.cells[1:])] for title, one in named]
+    columns = ["score", beside.own, beside.base, "difference", "95% interval", "finding"]
+    caption = f"{beside.own} against {beside.base} on {beside.split}, {beside.num_examples:,} examples"
+    note = "Differences are paired by example. If an interval contains zero, these examples cannot tell the two apart."
+    if beside.split == "val":
+        note += " Fits were tuned on val, so their scores are slightly optimistic."
+        if subject.split != "val":
+            note += f" For {subject.split}: {subject.run.suggest('predict', posterior='all')}"
+    return [DataTable(f"{subject.key}pays", caption, columns, rows, [note])]
+
+
 def summary_of(subject: Subject) -> str:
     """One line for a terminal."""
     judgement = subject.judgement
     return judgement.sentence if isinstance(judgement, Missing) else judgement.verdict.sentence
+
+
+SECTION = "terms"

@@ -46,100 +46,65 @@ from bnncli.session.run import Run
 if TYPE_CHECKING:
     from bnncli.commands.report import ReportOptions
 
-_MOST_NAMED = 12  # checkpoints
-_MOST_DIFFERENCES = 4  # posteriors whose options differ
-_SPLITS = {"train": "training examples", "val": "validation examples"}
+
+class ReportPart(NamedTuple):
+    """A section as a report has it: its name and title, and what makes its blocks."""
+
+    name: str
+    title: str
+    make: Callable[[Subject], list[Block]]
 
 
-def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: str) -> str:
-    """What the numbers of different checkpoints differ by, in a sentence or two.
+PARTS = (
+    ReportPart("verdict", "Verdict", verdict),
+    ReportPart("scores", "Scores", scores),
+    ReportPart("calibration", "Calibration", calibration),
+    ReportPart("confidence", "Confidence and out-of-distribution detection", detection),
+    ReportPart("decisions", "Decisions with guarantees", decisions),
+    ReportPart("posteriors", "Posteriors against the exact posterior", posteriors),
+    ReportPart("chains", "Chains", chains),
+    ReportPart("fits", "Fits", fits),
+    ReportPart("fidelity", "Distance to a reference", fidelity),
+    ReportPart("inputs", "Most and least certain inputs", inputs),
+    ReportPart("origins", "Commands and files", origins),
+)
+# Of several checkpoints each has less: the rest is in reports of one.
+_OF_EACH = ("verdict", "origins", "scores", "calibration", "posteriors")
+_OF_MANY = ("verdict",)
+_FEW = 3  # checkpoints, up to which that is all of _OF_EACH
 
-    Args:
-        posteriors: whose predictions are compared, by name.
-        split: that they are compared on.
+
+def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Section], list[str]]:
+    """The sections, and what is to be said on a terminal.
+
+    Raises:
+        MissingInput: a checkpoint has nothing of a name that was given.
+        DataError: what was named is damaged, or nothing is left to report on.
     """
-    named = listed_in_words([subject.name for subject in subjects], most=_MOST_NAMED)
-    weights = {header.weights_digest for one in subjects if (header := _any_features(one)) is not None}
-    if len(weights) == 1 and None not in weights:
-        return f"{named} are the same network. Differences between their numbers do not come from training."
-    found = [*_examples(subjects, split), *_models(subjects), *_options(subjects, posteriors)]
-    if found:
-        return (
-            f"Each posterior was fitted to {named}, which differ by more than their random training: "
-            f"{'; '.join(found)}. Standard errors and tests treat all of these differences as chance."
-        )
-    if not all(_model(subject) for subject in subjects):
-        return (
-            f"Each posterior was fitted to {named} with the same options. bnncli cannot tell whether the "
-            "examples were the same, because the features were given as arrays. If so, differences between its "
-            "numbers come from the random training."
-        )
-    return (
-        f"Each posterior was fitted to {named}, on the same examples with the same options. If the networks were "
-        "trained alike, differences between its numbers come from the random training."
-    )
+    many = len(runs) > 1
+    subjects = [
+        Subject(run, options, f"c{place}-" if many else "", damaged(run, options.posterior))
+        for place, run in enumerate(runs, start=1)
+    ]
+    for subject in subjects:
+        subject.check_named()
+        check_is_something_left(subject)
+    explained = Section(SECTION, "What the terms mean", terms())
+    if not many:
+        return [*(_made(part, subjects[0]) for part in PARTS), explained], [summary_of(subjects[0])]
+    names = _OF_EACH if len(runs) <= _FEW else _OF_MANY
+    parts = [part for part in PARTS if part.name in names]
+    found = [Section("comparison", "The checkpoints together", together(runs, subjects))]
+    found += [_made(part, subject) for subject in subjects for part in parts]
+    return [*found, explained], [f"{one.name}: {summary_of(one)}" for one in subjects]
 
 
-def _features(subject: Subject, split: str) -> Header | None:
-    header = tried(partial(read_header, subject.run.folder.features(split)))
-    return header if isinstance(header, Header) else None
-
-
-def _any_features(subject: Subject) -> Header | None:
-    return next((one for name in subject.run.folder.splits() if (one := _features(subject, name)) is not None), None)
-
-
-def _model(subject: Subject) -> Any:
-    """The model that features were made by; None where they came ready."""
-    header = _any_features(subject)
-    if header is None:
-        return None
-    with interpreting(header.path):
-        return header.provenance["params"].get("model")
-
-
-def _examples(subjects: Sequence[Subject], shown: str) -> list[str]:
-    """The splits whose examples are not the same; those of ready features tell nothing."""
-    found = []
-    for split, what in {**_SPLITS, shown: f"examples of {shown}"}.items():
-        headers = [_features(subject, split) for subject in subjects if _model(subject)]
-        known = [one for one in headers if one is not None]
-        sizes = [int(one.meta["num_examples"]) for one in known]
-        if len({one.meta.get("order_digest") for one in known}) > 1:
-            are = (
-                f" ({listed_in_words([f'{size:,}' for size in sizes], most=_MOST_NAMED)} of them)"
-                if len(set(sizes)) > 1
-                else ""
-            )
-            found.append(f"their {what} are not the same{are}")
-    return found
-
-
-def _models(subjects: Sequence[Subject]) -> list[str]:
-    models = list(dict.fromkeys(str(_model(subject)) for subject in subjects))
-    return [f"their networks differ ({listed_in_words(models, most=_MOST_NAMED)})"] if len(models) > 1 else []
-
-
-def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str]:
-    """The posteriors that were not made with the same options, with the first difference of each."""
-    first, *others = subjects
-    found = []
-    for name in dict.fromkeys(posteriors):
-        for other in others:
-            headers = [subject.headers.get(name) for subject in (first, other)]
-            params = [_params(header) for header in headers if header is not None]
-            if len(params) == 2 and params[0] != params[1]:
-                told = differences(*params, labels=(first.name, other.name))
-                found.append(f"options of {name} ({told})")
-                break
-    rest = len(found) - _MOST_DIFFERENCES
-    return found[:_MOST_DIFFERENCES] + ([f"options of {rest} more"] if rest > 0 else [])
-
-
-def _params(header: Header) -> dict[str, Any]:
-    """The options that change what a posterior is, but for the seed, which is chance."""
-    with interpreting(header.path):
-        return {name: value for name, value in header.provenance["params"].items() if name != "seed"}
+def _made(part: ReportPart, subject: Subject) -> Section:
+    """A section; of several checkpoints with this one's name in its title. What cannot be shown says why."""
+    subject.run.console.poll(f"report on {subject.name}: {part.name}")
+    blocks = tried(partial(part.make, subject))
+    title = f"{subject.name}: {part.title[:1].lower()}{part.title[1:]}" if subject.key else part.title
+    return Section(f"{subject.key}{part.name}", title, [blocks] if isinstance(blocks, Missing) else blocks)
 
 
 def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
@@ -198,9 +163,7 @@ def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
     return element("div", paragraph(first), words, class_="verdict")
 
 
-def _of_each(found: Mapping[str, list[str]]) -> str:
-    """Names, each with the checkpoints that it is for."""
-    return "; ".join(f"{name} for {listed_in_words(where, most=_MOST_NAMED)}" for name, where in found.items())
+_MOST_NAMED = 12  # checkpoints
 
 
 def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
@@ -223,70 +186,106 @@ def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
     return f"One of {named} has the lowest NLL {where}; these checkpoints do not show which."
 
 
-class ReportPart(NamedTuple):
-    """A section as a report has it: its name and title, and what makes its blocks."""
-
-    name: str
-    title: str
-    make: Callable[[Subject], list[Block]]
+def _of_each(found: Mapping[str, list[str]]) -> str:
+    """Names, each with the checkpoints that it is for."""
+    return "; ".join(f"{name} for {listed_in_words(where, most=_MOST_NAMED)}" for name, where in found.items())
 
 
-PARTS = (
-    ReportPart("verdict", "Verdict", verdict),
-    ReportPart("scores", "Scores", scores),
-    ReportPart("calibration", "Calibration", calibration),
-    ReportPart("confidence", "Confidence and out-of-distribution detection", detection),
-    ReportPart("decisions", "Decisions with guarantees", decisions),
-    ReportPart("posteriors", "Posteriors against the exact posterior", posteriors),
-    ReportPart("chains", "Chains", chains),
-    ReportPart("fits", "Fits", fits),
-    ReportPart("fidelity", "Distance to a reference", fidelity),
-    ReportPart("inputs", "Most and least certain inputs", inputs),
-    ReportPart("origins", "Commands and files", origins),
-)
-# Of several checkpoints each has less: the rest is in reports of one.
-_OF_EACH = ("verdict", "origins", "scores", "calibration", "posteriors")
-_OF_MANY = ("verdict",)
-# What is left out of a page that would be too large, the first first.
-_LEAST = (
-    "inputs",
-    "fits",
-    "chains",
-    "fidelity",
-    "confidence",
-    "posteriors",
-    "calibration",
-    "origins",
-    "scores",
-    "verdict",
-)
-_MOST_TOLD = 12  # sections that are left out
-_FEW = 3  # checkpoints, up to which that is all of _OF_EACH
+def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: str) -> str:
+    """What the numbers of different checkpoints differ by, in a sentence or two.
 
-
-def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Section], list[str]]:
-    """The sections, and what is to be said on a terminal.
-
-    Raises:
-        MissingInput: a checkpoint has nothing of a name that was given.
-        DataError: what was named is damaged, or nothing is left to report on.
+    Args:
+        posteriors: whose predictions are compared, by name.
+        split: that they are compared on.
     """
-    many = len(runs) > 1
-    subjects = [
-        Subject(run, options, f"c{place}-" if many else "", damaged(run, options.posterior))
-        for place, run in enumerate(runs, start=1)
-    ]
-    for subject in subjects:
-        subject.check_named()
-        check_is_something_left(subject)
-    explained = Section(SECTION, "What the terms mean", terms())
-    if not many:
-        return [*(_made(part, subjects[0]) for part in PARTS), explained], [summary_of(subjects[0])]
-    names = _OF_EACH if len(runs) <= _FEW else _OF_MANY
-    parts = [part for part in PARTS if part.name in names]
-    found = [Section("comparison", "The checkpoints together", together(runs, subjects))]
-    found += [_made(part, subject) for subject in subjects for part in parts]
-    return [*found, explained], [f"{one.name}: {summary_of(one)}" for one in subjects]
+    named = listed_in_words([subject.name for subject in subjects], most=_MOST_NAMED)
+    weights = {header.weights_digest for one in subjects if (header := _any_features(one)) is not None}
+    if len(weights) == 1 and None not in weights:
+        return f"{named} are the same network. Differences between their numbers do not come from training."
+    found = [*_examples(subjects, split), *_models(subjects), *_options(subjects, posteriors)]
+    if found:
+        return (
+            f"Each posterior was fitted to {named}, which differ by more than their random training: "
+            f"{'; '.join(found)}. Standard errors and tests treat all of these differences as chance."
+        )
+    if not all(_model(subject) for subject in subjects):
+        return (
+            f"Each posterior was fitted to {named} with the same options. bnncli cannot tell whether the "
+            "examples were the same, because the features were given as arrays. If so, differences between its "
+            "numbers come from the random training."
+        )
+    return (
+        f"Each posterior was fitted to {named}, on the same examples with the same options. If the networks were "
+        "trained alike, differences between its numbers come from the random training."
+    )
+
+
+_SPLITS = {"train": "training examples", "val": "validation examples"}
+
+
+def _examples(subjects: Sequence[Subject], shown: str) -> list[str]:
+    """The splits whose examples are not the same; those of ready features tell nothing."""
+    found = []
+    for split, what in {**_SPLITS, shown: f"examples of {shown}"}.items():
+        headers = [_features(subject, split) for subject in subjects if _model(subject)]
+        known = [one for one in headers if one is not None]
+        sizes = [int(one.meta["num_examples"]) for one in known]
+        if len({one.meta.get("order_digest") for one in known}) > 1:
+            are = (
+                f" ({listed_in_words([f'{size:,}' for size in sizes], most=_MOST_NAMED)} of them)"
+                if len(set(sizes)) > 1
+                else ""
+            )
+            found.append(f"their {what} are not the same{are}")
+    return found
+
+
+def _models(subjects: Sequence[Subject]) -> list[str]:
+    models = list(dict.fromkeys(str(_model(subject)) for subject in subjects))
+    return [f"their networks differ ({listed_in_words(models, most=_MOST_NAMED)})"] if len(models) > 1 else []
+
+
+_MOST_DIFFERENCES = 4  # posteriors whose options differ
+
+
+def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str]:
+    """The posteriors that were not made with the same options, with the first difference of each."""
+    first, *others = subjects
+    found = []
+    for name in dict.fromkeys(posteriors):
+        for other in others:
+            headers = [subject.headers.get(name) for subject in (first, other)]
+            params = [_params(header) for header in headers if header is not None]
+            if len(params) == 2 and params[0] != params[1]:
+                told = differences(*params, labels=(first.name, other.name))
+                found.append(f"options of {name} ({told})")
+                break
+    rest = len(found) - _MOST_DIFFERENCES
+    return found[:_MOST_DIFFERENCES] + ([f"options of {rest} more"] if rest > 0 else [])
+
+
+def _params(header: Header) -> dict[str, Any]:
+    """The options that change what a posterior is, but for the seed, which is chance."""
+    with interpreting(header.path):
+        return {name: value for name, value in header.provenance["params"].items() if name != "seed"}
+
+
+def _model(subject: Subject) -> Any:
+    """The model that features were made by; None where they came ready."""
+    header = _any_features(subject)
+    if header is None:
+        return None
+    with interpreting(header.path):
+        return header.provenance["params"].get("model")
+
+
+def _any_features(subject: Subject) -> Header | None:
+    return next((one for name in subject.run.folder.splits() if (one := _features(subject, name)) is not None), None)
+
+
+def _features(subject: Subject, split: str) -> Header | None:
+    header = tried(partial(read_header, subject.run.folder.features(split)))
+    return header if isinstance(header, Header) else None
 
 
 def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
@@ -319,6 +318,21 @@ def _newest(runs: Sequence[Run]) -> str:
     return f"{newest[:10]} {newest[11:16]} UTC" if newest else "an unknown date"
 
 
+# What is left out of a page that would be too large, the first first.
+_LEAST = (
+    "inputs",
+    "fits",
+    "chains",
+    "fidelity",
+    "confidence",
+    "posteriors",
+    "calibration",
+    "origins",
+    "scores",
+    "verdict",
+)
+
+
 def _importance(section: Section) -> float:
     """The place of a section among those that are left out of a page that is too large: the lowest goes first."""
     name = section.name.rpartition("-")[2]
@@ -332,17 +346,12 @@ def _note(gone: Sequence[Section]) -> Block:
     )
 
 
+_MOST_TOLD = 12  # sections that are left out
+
+
 def _titles(gone: Sequence[Section]) -> str:
     """The sections that are left out, some by their titles, as the subject of a sentence, with its verb."""
     titles = [f"\N{LEFT DOUBLE QUOTATION MARK}{section.title}\N{RIGHT DOUBLE QUOTATION MARK}" for section in gone]
     rest = len(titles) - _MOST_TOLD
     shown = titles[:_MOST_TOLD] + ([counted(rest, "more part")] if rest > 0 else [])
     return f"{listed_in_words(shown)} {'is' if len(gone) == 1 else 'are'}"
-
-
-def _made(part: ReportPart, subject: Subject) -> Section:
-    """A section; of several checkpoints with this one's name in its title. What cannot be shown says why."""
-    subject.run.console.poll(f"report on {subject.name}: {part.name}")
-    blocks = tried(partial(part.make, subject))
-    title = f"{subject.name}: {part.title[:1].lower()}{part.title[1:]}" if subject.key else part.title
-    return Section(f"{subject.key}{part.name}", title, [blocks] if isinstance(blocks, Missing) else blocks)
