@@ -16,18 +16,14 @@ from torch import Tensor, nn
 from bnncli.data.splits import Inputs
 from bnncli.errors import DataError
 from bnncli.export.steps import OUTPUTS, Values
-from bnncli.models.libraries import require
 from bnncli.system.memory import bytes_text
 
-
-def require_onnx() -> None:
-    """Pass where everything is installed that writes and runs ONNX. Raises UsageError with what installs it otherwise."""
-    for library in ("onnx", "onnxscript", "onnxruntime"):
-        require(library, extra="onnx", what="\0format\0 onnx")
-
-
 FEATURES, INPUTS = "features", "inputs"  # what the input of a file is called
+
+
 MOST_ONNX_BYTES = 2**31 - 2**20  # of a protocol buffer, less room for what the file says of itself
+
+
 _OF_THE_MACHINE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 
 

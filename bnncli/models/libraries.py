@@ -14,6 +14,7 @@ import numpy as np
 
 from bnncli.data.transform import TransformedInputs
 from bnncli.errors import UsageError
+from bnncli.lazy import torch
 
 
 def require(name: str, *, extra: str, kind: str | None = None, what: str | None = None) -> ModuleType:
@@ -83,7 +84,6 @@ def require_torchvision(kind: str) -> ModuleType:
 
 
 def _torch() -> str:
-    import torch  # slow import
 
     return str(torch.__version__)
 
@@ -116,3 +116,9 @@ def convert_build_errors(spec: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:200]
         message = f"cannot build \0model\0 {spec}: {type(error).__name__}: {reason}"
         raise UsageError(message, hint="check the names and values of \0model_arg\0") from error
+
+
+def require_onnx() -> None:
+    """Pass where everything is installed that writes and runs ONNX. Raises UsageError with what installs it otherwise."""
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        require(library, extra="onnx", what="\0format\0 onnx")

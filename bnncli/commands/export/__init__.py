@@ -255,7 +255,7 @@ def _request(
     split: Split,
     sources: list[Source],
 ) -> Request:
-    from bnncli.export.graphs import require_onnx
+    from bnncli.models.libraries import require_onnx
 
     label = run.naming.name or f"{predictor.path.stem}.{choice.variant}"
     named = run.folder.export(label, FORMATS[options.format])
