@@ -1,4 +1,4 @@
-"""convert: write the weights of a checkpoint as safetensors or npz."""
+"""convert: write a checkpoint's weights as a safetensors state dict, or a linear classifier's as npz."""
 
 from __future__ import annotations
 

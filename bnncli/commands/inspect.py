@@ -1,4 +1,4 @@
-"""inspect: say what a file or folder is, without running anything in it."""
+"""inspect: identify a file or folder, without running anything in it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COMMAND = Command(
 
 
 def run(run: Run, options: Any) -> Result:
-    """Facts about an artifact, a checkpoint, a saved model or data, and the line that would work with it."""
+    """Print facts about an artifact, checkpoint, saved model or data, and a command that works with it."""
     path = _path_of(str(run.arguments["file"]))
     if path.is_dir():
         return folder_found(path).result(path)
@@ -66,7 +66,7 @@ def run(run: Run, options: Any) -> Result:
 
 
 def _path_of(text: str) -> Path:
-    """The path that was given, as it stands or behind the kind that --model or --data names it by (onnx:FILE)."""
+    """Return the given path, without the kind that --model or --data puts before it (onnx:FILE)."""
     kind, _, place = text.partition(":")
     is_spec = place and not Path(text).exists() and any(has_name(family, kind) for family in ("models", "data"))
     return Path(place).expanduser() if is_spec else Path(text)
@@ -120,7 +120,7 @@ def _artifact(header: Header) -> Result:
 
 
 def _arrays(header: Header) -> dict[str, str]:
-    """Name to type and shape of everything stored; nothing for metrics and graphs."""
+    """Return name to type and shape of each stored array; empty for metrics and graphs."""
     is_tensors = header.path.suffix == FORMATS["torch"]
     if header.kind == "metrics" or (header.kind == "export" and not is_tensors):
         return {}
@@ -131,7 +131,7 @@ def _arrays(header: Header) -> dict[str, str]:
 
 
 def recognised_model(path: Path) -> tuple[str, str] | None:
-    """What --model would name a checkpoint or a saved model, and the line that runs it; None where that cannot be told."""
+    """Return the value of --model for a checkpoint or saved model, and the command that runs it; None where unknown."""
     try:
         found = folder_found(path) if path.is_dir() else _by_name(path) or _other(path)
     except (BnnError, OSError):  # said where it is used
@@ -145,14 +145,14 @@ _NOT_LINEAR = ("torchvision:squeezenet", "timm:volo")  # in what they do after t
 
 @dataclass
 class Found:
-    """What a place is.
+    """What inspect found at a path.
 
     Attributes:
-        kind: in one or two words, stable for scripts.
-        facts: lines of the table: what, value.
+        kind: kind in one or two words, stable for scripts.
+        facts: rows of the table: name, value.
         document: further keys of the JSON document.
-        model: what --model would name; None where only the user knows, or where nothing runs it.
-        suggested: the command that would work, filled in as far as can be known.
+        model: value of --model; None where only the user knows it, or nothing runs it.
+        suggested: command that works, filled in as far as known.
     """
 
     kind: str
@@ -162,7 +162,7 @@ class Found:
     suggested: str | None = None
 
     def add(self, what: str, value: object, *, key: str | None = None) -> None:
-        """A line of the table, and of the document under `key`."""
+        """Add a row to the table, and to the document under `key`."""
         self.facts.append([what, short(value)])
         if key is not None:
             self.document[key] = value
@@ -170,12 +170,12 @@ class Found:
     def suggest(
         self, path: Path, *, model: str | None, data: str, architecture: str | None = None, **options: Any
     ) -> None:
-        """Suggest the extract-features line for a checkpoint, or for a model that has weights of its own.
+        """Suggest the extract-features command for a checkpoint, or for a model that has its own weights.
 
         Args:
-            model: None where only the user knows.
-            data: the kind and place of a split.
-            architecture: as --model would name it, where `model` does not.
+            model: value of --model; None where only the user knows it.
+            data: kind and path of a split.
+            architecture: value of --model for the architecture, where `model` does not name it.
         """
         self.model = model
         if (architecture or model or "").startswith(_NOT_LINEAR):
@@ -184,7 +184,7 @@ class Found:
         self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=split, **options)
 
     def result(self, path: Path) -> Result:
-        """As the command line prints it, the suggested line last."""
+        """Return the result, with the suggested command last."""
         document = {"kind": self.kind, **self.document, "suggested": self.suggested}
         rows = [["kind", self.kind], *self.facts][:MAX_ROWS]
         lines = [] if self.suggested is None else [self.suggested]
@@ -199,11 +199,11 @@ class Found:
 
 
 def folder_found(folder: Path) -> Found:
-    """What a folder is.
+    """Identify a folder.
 
     Raises:
-        MissingInput: nothing that is known lies in it.
-        DataError: a small file in it is damaged.
+        MissingInput: it holds nothing known.
+        DataError: a metadata file in it is damaged.
     """
     with convert_read_errors(folder):
         names = sorted(entry.name for entry in folder.iterdir())
@@ -222,7 +222,7 @@ _LATER = ("decisions", "exports")  # shown where they are
 
 
 def _run(folder: Path, names: list[str]) -> Found | None:
-    """A run folder of ours."""
+    """Identify a run folder."""
     if folder.suffix != ".bnn" or not {*_PARTS} & {*names}:
         return None
     found = Found("run")
@@ -234,7 +234,7 @@ def _run(folder: Path, names: list[str]) -> Found | None:
 
 
 def _adapter(folder: Path, names: list[str]) -> Found | None:
-    """An adapter of PEFT."""
+    """Identify a PEFT adapter."""
     if "adapter_config.json" not in names:
         return None
     config, found = _json(folder / "adapter_config.json"), Found("peft adapter")
@@ -262,7 +262,7 @@ _CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
 
 
 def _saved_model(folder: Path, names: list[str]) -> Found | None:
-    """A folder of save_pretrained, or one that timm wrote."""
+    """Identify a folder written by save_pretrained or by timm."""
     if "config.json" not in names:
         return None
     config = _json(folder / "config.json")
@@ -309,7 +309,7 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
 
 
 def _data_set(folder: Path, names: list[str]) -> Found | None:
-    """A data set of Hugging Face, saved to disk."""
+    """Identify a Hugging Face data set, saved to disk."""
     if not {"dataset_info.json", "dataset_dict.json"} & {*names}:
         return None
     found = Found("hf-dataset")
@@ -321,7 +321,7 @@ def _data_set(folder: Path, names: list[str]) -> Found | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What a small JSON file holds; nothing where it is no dictionary."""
+    """Read a small JSON file; return an empty dictionary where it is not one."""
     try:
         return read_object(path)
     except DataError:
@@ -329,7 +329,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
-    """A checkpoint of torch.distributed.checkpoint or of DeepSpeed, for convert."""
+    """Identify a checkpoint of torch.distributed.checkpoint or DeepSpeed, for convert."""
     sharded = sharded_folder(folder)
     if sharded is None:
         return None
@@ -351,7 +351,7 @@ def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
 
 
 def _shards(folder: Path, names: list[str]) -> Found | None:
-    """A checkpoint in shards, read as one."""
+    """Identify a sharded checkpoint."""
     if shards_of(folder) is None:
         return None
 
@@ -365,7 +365,7 @@ _OF_CLASSES = {
 
 
 def _classes(folder: Path, names: list[str]) -> Found | None:
-    """Class folders with images, or with sound."""
+    """Identify class folders with images or sound."""
     for kind, suffixes in _OF_CLASSES.items():
         classes = [name for name in names if (folder / name).is_dir() and _has(folder / name, suffixes)]
         if classes:
@@ -382,7 +382,7 @@ def _has(folder: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def _clips(folder: Path, names: list[str]) -> Found | None:
-    """Sound without labels."""
+    """Identify sound files without labels."""
     files = [name for name in names if Path(name).suffix.lower() in _OF_CLASSES["audio"]]
     if not files:
         return None
@@ -396,7 +396,7 @@ _WEIGHTS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin", ".onnx",
 
 
 def _tables(folder: Path, names: list[str]) -> Found | None:
-    """Parquet or Arrow files, or WebDataset shards."""
+    """Identify Parquet or Arrow files, or WebDataset shards."""
     for suffix, kind, place in (
         (".parquet", "parquet", folder), (".arrow", "arrow", folder), (".tar", "webdataset", folder / "*.tar")
     ):  # fmt: skip
@@ -410,7 +410,7 @@ def _tables(folder: Path, names: list[str]) -> Found | None:
 
 
 def _one_file(folder: Path, names: list[str]) -> Found | None:
-    """Any folder with files of weights: they are what to look at."""
+    """Point to the files of weights in any other folder."""
     files = [name for name in names if name.endswith(_WEIGHTS)]
     if not files:
         return None
@@ -423,7 +423,7 @@ def _one_file(folder: Path, names: list[str]) -> Found | None:
 
 
 def _by_name(path: Path) -> Found | None:
-    """What a file of text is, which its name alone can tell."""
+    """Identify a text file by its name."""
     with convert_read_errors(path):
         if path.name.endswith(INDEX_SUFFIX):
             return _checkpoint(path)
@@ -436,7 +436,7 @@ _LABEL = ("label", "labels", "target", "class", "category", "sentiment", "y")
 
 
 def table_found(path: Path) -> Found | None:
-    """What a file of rows is, by its name; None for any other."""
+    """Identify a table by its name; return None for other files."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in _TABLES or not can_be_read(kind):
         return None
@@ -453,7 +453,7 @@ def table_found(path: Path) -> Found | None:
 
 
 def can_be_read(kind: str) -> bool:
-    """Whether there is such a kind of data."""
+    """True where this kind of data exists."""
     return registry.has_name("data", kind)
 
 
@@ -461,7 +461,7 @@ _LINE = 1 << 20
 
 
 def _columns(path: Path, kind: str) -> list[str]:
-    """Names of the columns; none where they cannot be told without another library."""
+    """Return the names of the columns; empty where reading them needs another library."""
     if kind in ("parquet", "arrow"):
         return []
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
@@ -485,7 +485,7 @@ PROGRAMS = {
 
 
 def _other(path: Path) -> Found:
-    """What a file is that is none of ours. Raises what load_checkpoint raises where it is of no kind that is known."""
+    """Identify a file that is not an artifact. Raises what load_checkpoint raises for an unknown kind."""
     with open_regular(path) as stream:
         head = stream.read(64)
         kind = sniff(stream)
@@ -501,10 +501,10 @@ def _other(path: Path) -> Found:
 
 
 def npz_found(path: Path) -> Found:
-    """What an archive of arrays is: inputs and labels, ready features, or a linear classifier.
+    """Identify an archive of arrays: inputs and labels, ready features, or a linear classifier.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the archive is damaged.
     """
     shapes = _npz_shapes(path)
     found = Found("npz")
@@ -521,7 +521,7 @@ def npz_found(path: Path) -> Found:
 
 
 def _npz_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each array, from their headers."""
+    """Return the type and shape of each array, from the headers."""
     found = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -545,7 +545,7 @@ def _npz_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _as_split(path: Path, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> str | None:
-    """The line for inputs x and labels y, or for those that could be them."""
+    """Suggest the command for inputs x and labels y, or for arrays that could be them."""
     if "x" in shapes:
         return data_line(f"npz:{path}")
     inputs = [name for name, (_, shape) in shapes.items() if len(shape) >= 2]
@@ -562,7 +562,7 @@ _IDX = {b"\0\0\x08\x01": "labels", b"\0\0\x08\x03": "images"}
 
 
 def idx_found(path: Path, head: bytes) -> Found | None:
-    """What a file of the MNIST family is, with its partner; None for any other."""
+    """Identify an MNIST-style file and its partner; return None for other files."""
     what = _IDX.get(head[:4])
     if what is None:
         return None
@@ -583,7 +583,7 @@ MODEL = "MODEL"
 
 
 def data_line(spec: str) -> str:
-    """The extract-features line for data."""
+    """Return the extract-features command for data."""
     return pasted("extract-features", CHECKPOINT, model=MODEL, data=[f"train={spec}"])
 
 
@@ -591,7 +591,7 @@ _MODEL = {"torchscript": "jit", "pt2": "export", "onnx": "onnx", "skops": "sklea
 
 
 def program_found(path: Path, kind: str) -> Found:
-    """What a program is, and the line that runs its graph.
+    """Identify a program, and suggest the command that runs its graph.
 
     Args:
         kind: torchscript, pt2, onnx or skops.
@@ -609,7 +609,7 @@ def program_found(path: Path, kind: str) -> Found:
 
 
 def _add_onnx(found: Found, path: Path) -> None:
-    """The versions in the header of an ONNX model."""
+    """Add the versions in the header of an ONNX model."""
     names = {1: "ir version", 2: "producer", 3: "producer version"}
     with open(path, "rb") as stream:
         for field, value in _fields(stream):
@@ -623,7 +623,7 @@ def _add_onnx(found: Found, path: Path) -> None:
 
 
 def _fields(stream: IO[bytes]) -> Iterator[tuple[int, int | bytes]]:
-    """The short fields of a protobuf message; long ones are passed over."""
+    """Yield the short fields of a protobuf message, and skip long ones."""
     size = os.fstat(stream.fileno()).st_size
     while (tag := _varint(stream)) is not None:
         wire = tag & 7
@@ -639,7 +639,7 @@ def _fields(stream: IO[bytes]) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(stream: IO[bytes]) -> int | None:
-    """The next number; None at the end."""
+    """Read the next number; return None at the end."""
     value = 0
     for shift in range(0, 70, 7):
         byte = stream.read(1)
@@ -652,7 +652,7 @@ def _varint(stream: IO[bytes]) -> int | None:
 
 
 def _fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a short message."""
+    """Return the fields of a short message."""
     place = 0
     while place < len(message):
         tag, place = _number(message, place)
@@ -678,7 +678,7 @@ _MAX_VERSION = 64
 
 
 def _add_members(found: Found, archive: zipfile.ZipFile, kind: str) -> None:
-    """What a zip archive says of itself."""
+    """Add what a zip archive records about itself."""
     members = {member.filename: member.file_size for member in archive.infolist()}
     found.add("members", f"{len(members)}, {sum(members.values()) / 1e6:.1f} MB")
     for name in members:
@@ -700,7 +700,7 @@ def _checkpoint(path: Path) -> Found:
 
 
 def checkpoint_found(path: Path) -> Found:
-    """What a checkpoint is. Raises what load_checkpoint raises."""
+    """Identify a checkpoint. Raises what load_checkpoint raises."""
     checkpoint, saved = load_whole(path)
     found = Found("checkpoint")
     found.add("format", checkpoint.format, key="format")
@@ -728,7 +728,7 @@ def checkpoint_found(path: Path) -> Found:
 
 
 def short(value: Any, limit: int = 160) -> str:
-    """A value of a file in a cell: in one line, cut after `limit` characters."""
+    """Format a value for a cell: on one line, cut after `limit` characters."""
     text = quoted(value, limit=limit)[1:-1] if isinstance(value, str) else str(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
@@ -738,7 +738,7 @@ _MAX_HYPER_PARAMETERS, _MAX_HEADS, _MAX_DEPTH = 60, 6, 4
 
 
 def _add_origin(found: Found, saved: Any) -> None:
-    """What wrote the file, as far as it tells, with the settings it kept."""
+    """Add what wrote the file and the settings it recorded."""
     if not isinstance(saved, Mapping):
         return
     version = saved.get("pytorch-lightning_version")
@@ -762,7 +762,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def _flat(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Plain values by dotted name; of a list, what it says in one line."""
+    """Return plain values by dotted name, with lists on one line."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Mapping) and depth < _MAX_DEPTH:
@@ -775,7 +775,7 @@ def _flat(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def _add_states(found: Found, saved: Any) -> None:
-    """The states to choose from, where there are several."""
+    """Add the states to choose from, if there are several."""
     states = find_states(saved)
     if len(states) > 1:
         for one in states:
@@ -785,7 +785,7 @@ def _add_states(found: Found, saved: Any) -> None:
 
 
 def _add_network(found: Found, checkpoint: Checkpoint, saved: Any) -> None:
-    """What the network looks like, and the line that would run it."""
+    """Add a description of the network and the command that runs it."""
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.state.items()}
     heads = possible_heads(shapes)
     for place, head in enumerate(heads[:_MAX_HEADS]):
@@ -802,7 +802,7 @@ def _add_network(found: Found, checkpoint: Checkpoint, saved: Any) -> None:
 def _network_of(
     checkpoint: Checkpoint, saved: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, str | None, str]:
-    """The network in words, --model (None: not known), and a split of its kind."""
+    """Return the network in words, the value of --model (None where unknown), and a split of its kind."""
     images = "images:TRAIN"
     built_in = recognise_networks(checkpoint.state)
     if built_in:
@@ -825,7 +825,7 @@ def _network_of(
 
 
 def _text(path: Path) -> str:
-    """The start of a small file."""
+    """Read the start of a small file."""
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read(1 << 20)

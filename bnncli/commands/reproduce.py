@@ -1,4 +1,4 @@
-"""reproduce: list or run the recipes of published experiments."""
+"""reproduce: run published experiments and compare their numbers with ours."""
 
 from __future__ import annotations
 

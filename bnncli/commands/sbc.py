@@ -126,7 +126,7 @@ _LATENT = "lbbnn"
 
 
 def run(run: Run, options: SbcOptions) -> Result:
-    """Simulate, fit, rank and judge; nothing is written but a figure."""
+    """Simulate, fit, rank and judge. Nothing but a figure is written."""
     require_features(run)
     path = find_named(
         run, options.posterior, flag="--posterior", otherwise=run.suggest("fit-laplace", name=options.posterior)
@@ -197,7 +197,7 @@ _NO_FIT = {  # by method, why not; it may have another name
 
 
 def _check_can_be_tried(path: Path, header: Header) -> None:
-    """Raise UsageError for a posterior whose fit cannot be made anew from labels and features alone."""
+    """Raise UsageError for a posterior whose fit cannot be repeated from labels and features alone."""
     method = header.meta.get("method")
     if method not in METHODS:
         why = f": {_NO_FIT[method]}" if method in _NO_FIT else ""
@@ -224,7 +224,7 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
 
 
 def _check_latent(path: Path, header: Header) -> None:
-    """Raise UsageError for a latent binary network with hidden layers, or whose prior is not what it was told."""
+    """Raise UsageError for a latent binary network with hidden layers, or with a learnt prior."""
     with interpreting(path):
         hidden, params = header.meta["sizes"][1:-1], header.provenance["params"]
         learns_prior = params["estimator"] == "concrete" and params["early_epochs"] > 0
@@ -246,7 +246,7 @@ _EXACT = ("hmc", "merge")  # draws of the posterior itself
 
 
 def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, Header]) -> None:
-    """Raise UsageError where the parameters are of another target; warn where they are no exact draws of it."""
+    """Raise UsageError where the parameters have another target. Warn where they are not exact draws from it."""
     name, tested = posterior
     known = tuple(dict.fromkeys((*_OF_GAUSSIAN_PRIORS, *_EXACT)))
     if truth.meta.get("layers") is not None or truth.meta.get("method") not in known:
@@ -267,7 +267,7 @@ _WHITENED = ("hmc", "sghmc")  # by roots of their own, whatever the structure of
 
 
 def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -> None:
-    """Pass where one fit has room. Raises DeviceError otherwise; chains move in coordinates with a root of all parameters."""
+    """Raise DeviceError where one fit does not fit in memory. Chains need a root of the covariance of all parameters."""
     structure = "full" if header.meta["method"] in _WHITENED else str(header.meta.get("structure"))
     if structure in memory.structures():
         needed = memory.fit_bytes(structure, train.layout, num_draws=options.draws)
@@ -279,13 +279,13 @@ def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -
 
 @dataclass(frozen=True)
 class Trial:
-    """Of one fit.
+    """One fit to check.
 
     Args:
-        problem: what labels are simulated for.
-        thetas: (M, P) float64, the truths.
-        refit: the fit, made anew.
-        of_labels: what of theta and the labels is ranked, LOG_JOINT or LOG_LIKELIHOOD.
+        problem: problem to simulate labels for.
+        thetas: true parameters (M, P), float64.
+        refit: repeats the fit.
+        of_labels: quantity of theta and the labels to rank, LOG_JOINT or LOG_LIKELIHOOD.
     """
 
     problem: Problem
@@ -299,13 +299,13 @@ _CLEAR = 3.0  # standard errors beyond which a shift or a spread is what is wron
 
 @dataclass(frozen=True)
 class RankedQuantity:
-    """The ranks of one quantity.
+    """Ranks of one quantity.
 
     Args:
         name: for people.
         ranks: (M,), 0..num_draws.
         num_draws: L.
-        p_value: of uniform ranks.
+        p_value: p-value of uniform ranks.
     """
 
     name: str
@@ -315,22 +315,22 @@ class RankedQuantity:
 
     @property
     def mean_rank(self) -> float:
-        """Of 0..1; 0.5 is expected."""
+        """Return the mean rank in [0, 1]; 0.5 is expected."""
         return float(self.ranks.mean() / self.num_draws)
 
     @property
     def spread(self) -> float:
-        """The variance of the ranks over that of uniform ones."""
+        """Return the variance of the ranks over that of uniform ranks."""
         return float(self.ranks.var() / ((self.num_draws + 1) ** 2 - 1) * 12)
 
     def coverage(self, share: float) -> float:
-        """How often the central interval that holds this share of ranks, as nearly as whole ranks can, holds the truth."""
+        """Return how often the central interval with this fraction of ranks, as nearly as whole ranks allow, has the truth."""
         lowest = round((1 - share) / 2 * (self.num_draws + 1))
         return float(((self.ranks >= lowest) & (self.ranks <= self.num_draws - lowest)).mean())
 
     @property
     def fault(self) -> str | None:
-        """How the draws are off where that is clear: too low, too high, too narrow or too wide."""
+        """Return how the draws are clearly off, if they are: too low, too high, too narrow or too wide."""
         num = len(self.ranks)
         shift = (self.mean_rank - 0.5) * math.sqrt(12 * num)
         spread = (self.spread - 1) * math.sqrt(
@@ -343,7 +343,7 @@ class RankedQuantity:
         return "too narrow" if spread > 0 else "too wide"
 
     def to_json(self) -> dict[str, Any]:
-        """As --json has it."""
+        """Return the entry of --json."""
         return {
             "name": self.name,
             "p_value": self.p_value,
@@ -356,7 +356,7 @@ class RankedQuantity:
 
 
 def rank_draws(run: Run, options: SbcOptions, train: Split, header: Header, truth: Path | None) -> list[RankedQuantity]:
-    """The quantities with their ranks and p-values."""
+    """Return the quantities with their ranks and p-values."""
     generator = run.stream("sbc/simulations")
     features = train.resident(run.device).float()
     rows = torch.randperm(len(features), generator=generator)[: options.examples].sort().values
@@ -392,7 +392,7 @@ def rank_draws(run: Run, options: SbcOptions, train: Split, header: Header, trut
 
 @contextmanager
 def _named(header: Header) -> Iterator[None]:
-    """A fit inside the block that fails says whose it is: the options that help are those of the posterior."""
+    """Name the posterior in errors of its fit, since the options that help are the posterior's."""
     try:
         yield
     except (DeviceError, NumericError) as error:
@@ -441,7 +441,7 @@ def latent_trial(
 
 
 def options_of(header: Header, num_examples: int) -> FitLbbnnOptions:
-    """The fit's, as recorded; epochs that fit-lbbnn chose by the number of its examples are chosen by this one."""
+    """Return the recorded options of the fit, with the default epochs for the simulated number of examples."""
     names = {spec.name for spec in fields(FitLbbnnOptions)}
     with interpreting(header.path):
         params = header.provenance["params"]
@@ -458,7 +458,7 @@ def _from_prior(prior: Prior, layout: HeadLayout, num: int, generator: torch.Gen
 
 
 def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
-    """theta (M, P) of a posterior; its draws again where they are fewer."""
+    """Return theta (M, P) of a posterior, repeating its draws if it has fewer."""
     posterior, _ = open_posterior(path)
     drawn: Tensor = posterior.sample(num, generator).double()
     order = (
@@ -473,10 +473,10 @@ _OF_FLOWS = ("length", "epochs", "batch_size", "learning_rate", "num_draws", "pa
 
 
 def refit_of(header: Header) -> Refit:
-    """What makes a posterior's fit anew, with its own options.
+    """Return a function that repeats a posterior's fit with its own options.
 
     Raises:
-        DataError: it was preconditioned by a base that is no longer there as it was.
+        DataError: the base that preconditioned it is gone or was replaced.
     """
     meta, params = header.meta, header.provenance.get("params", {})
     if meta["method"] == "hmc":
@@ -491,7 +491,7 @@ def refit_of(header: Header) -> Refit:
 
 
 def _sghmc(header: Header) -> SghmcRefit:
-    """Chains as the posterior's; batches of all its examples are of all the simulated ones."""
+    """Repeat the posterior's chains. Full batches there are full batches here."""
     metrics = header.meta["metrics"]
     cycles, batch_size = metrics["cycles"], metrics["batch_size"]
     plan = SghmcPlan(
@@ -516,10 +516,10 @@ def _sghmc(header: Header) -> SghmcRefit:
 
 
 def base_of(header: Header) -> Header:
-    """The header of the Gaussian whose covariance preconditions a posterior's chains.
+    """Return the header of the Gaussian whose covariance preconditions a posterior's chains.
 
     Raises:
-        DataError: it is not where it was, or another.
+        DataError: its file is gone or was replaced.
     """
     entry = next(one for one in header.inputs if one["role"] == "base")
     path = header.input_path(entry)
@@ -535,7 +535,7 @@ def base_of(header: Header) -> Header:
 
 
 def _vi(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
-    """Mean-field variational inference as the posterior's, to the end of its epochs."""
+    """Repeat the posterior's mean-field variational inference, without early stopping."""
 
     def fit(target: LastLayerTarget, start: Tensor, generator: torch.Generator, progress: Progress) -> Gaussian:
         plan = ViPlan(
@@ -549,7 +549,7 @@ def _vi(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
 
 
 def _swag(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
-    """SWAG as the posterior's, at its learning rate."""
+    """Repeat the posterior's SWAG, at its learning rate."""
 
     def fit(target: LastLayerTarget, start: Tensor, generator: torch.Generator, progress: Progress) -> Gaussian:
         plan = SwagPlan(
@@ -574,7 +574,7 @@ def _gaussian(meta: dict[str, Any]) -> GaussianRefit | TrainedRefit:
 
 
 def _held_out(run: Run, train: Split, rows: Tensor) -> Tensor:
-    """Features (R, D) of examples without simulated labels: of val, or of train where there is none."""
+    """Return features (R, D) of examples without simulated labels: of val, else of train."""
     if run.folder.features("val").is_file():
         return load_split(run, "val").features(torch.device("cpu"))
     features = train.features(torch.device("cpu"))
@@ -584,14 +584,14 @@ def _held_out(run: Run, train: Split, rows: Tensor) -> Tensor:
 
 
 class SbcVerdict(NamedTuple):
-    """Whether ranks may be uniform, in a word and in a sentence."""
+    """Verdict on the ranks, as a word and a sentence."""
 
     is_calibrated: bool
     sentence: str
 
 
 def verdict_of(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> SbcVerdict:
-    """Uniform ranks of all quantities are doubted with probability `level` at most (Bonferroni's bound)."""
+    """Judge the ranks. Uniform ranks of all quantities fail with probability at most `level` (Bonferroni)."""
     odd = [one for one in ranked if one.p_value <= options.level / len(ranked)]
     if not odd:
         return SbcVerdict(
@@ -634,7 +634,7 @@ _LEAST = 1e-12  # of a p-value: below it the sum over paths is rounding
 
 
 def p_text(value: float) -> str:
-    """A p-value for people."""
+    """Format a p-value."""
     return f"below {_LEAST:g}" if value < _LEAST else f"{value:.2g}"
 
 
@@ -643,7 +643,7 @@ def _failure(sentence: str) -> CheckFailed:
 
 
 def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions, name: str) -> list[dict[str, Any]]:
-    """The figure, published; as the result's outputs."""
+    """Draw and publish the figure, and return its output entries."""
 
     law = RankLaw(options.simulations, options.draws)
     figure = draw_ranks(

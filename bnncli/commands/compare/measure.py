@@ -1,4 +1,4 @@
-"""The scores that compare shows, measured for every posterior and checkpoint, with their integration errors."""
+"""Measure compare's scores for every posterior and checkpoint, with their integration errors."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Entry:
     """A score of one posterior.
 
     Args:
-        samples: None where a checkpoint leaves it undefined. undefined: for this reason.
-        integration_unknown: the reason why no integration error is told beside it.
+        samples: None where the score is undefined for a checkpoint. undefined: the reason.
+        integration_unknown: why its integration error is unknown.
     """
 
     samples: Sample | None
@@ -49,7 +49,7 @@ class Column:
 
     Args:
         row: name, the choices that define it, higher_is_better.
-        form: how it is written among the other columns, as ece:equal-mass.
+        form: how it is written among the other columns, such as ece:equal-mass.
         entries: one for each posterior.
     """
 
@@ -58,7 +58,7 @@ class Column:
     entries: list[Entry]
 
     def answers(self, wanted: Quantity) -> bool:
-        """Whether it is what was asked for."""
+        """True where the column is the requested one."""
         return bool(find_metric([self.row], wanted))
 
 
@@ -68,7 +68,7 @@ Known = dict[Key, IntegrationError | str]
 
 
 def measure(run: Run, options: CompareOptions, groups: dict[str, list[PredictionGroup]]) -> list[Column]:
-    """The scores wanted of every posterior, in the order wanted; groups has a group for each checkpoint."""
+    """Measure the requested scores of every posterior, in order. `groups` has one group per checkpoint."""
     num_checkpoints = len(next(iter(groups.values())))
     bootstrap = Bootstrap(options.bootstrap, 1 - options.alpha, options.seed) if num_checkpoints == 1 else None
     measured: list[list[list[Measured]]] = []  # of each checkpoint, of each posterior
@@ -105,7 +105,7 @@ OF_TWO_SPLITS = tuple(name for name, score in all_scores().items() if score.of_t
 def _measure_checkpoint(
     run: Run, options: CompareOptions, groups: Sequence[PredictionGroup], bootstrap: Bootstrap | None
 ) -> list[list[Measured]]:
-    """The scores wanted of each posterior of one checkpoint."""
+    """Measure the requested scores of each posterior of one checkpoint."""
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
     other_wanted = [_resolved(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     inside = [PredictedSplit(group.splits(is_ood=False)[options.split]) for group in groups]
@@ -133,7 +133,7 @@ def _measure_checkpoint(
 
 
 def _integration_errors(options: CompareOptions, group: PredictionGroup, measured: Sequence[Measured]) -> Known:
-    """Those of all scores of one posterior."""
+    """Return the integration errors of all scores of one posterior."""
     inside = PredictedSplit(group.splits(is_ood=False)[options.split])
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
     other_wanted = [_resolved(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
@@ -148,11 +148,11 @@ def _integration_errors(options: CompareOptions, group: PredictionGroup, measure
 def split_errors(
     prediction: PredictedSplit, wanted: Sequence[Quantity], measured: Sequence[Measured], settings: Mapping[str, Any]
 ) -> Known:
-    """The integration errors of scores of one split.
+    """Return the integration errors of scores of one split.
 
     Args:
-        measured: the scores wanted, as they were measured.
-        settings: values of the options that scores bring.
+        measured: the requested scores, as measured.
+        settings: values of the options that scores declare.
     """
 
     names = [one.metric for one in wanted]
@@ -167,7 +167,7 @@ def split_errors(
 def detection_errors(
     inside: PredictedSplit, outside: PredictedSplit, wanted: Sequence[Quantity], measured: Sequence[Measured]
 ) -> Known:
-    """The integration errors of scores of telling one split from another, by scores of the class probabilities."""
+    """Return the integration errors of detection scores that use class probabilities."""
 
     def measure(examples: list[ExampleStatistics], probs: list[np.ndarray]) -> list[Measured]:
         vectors = [example_scores(probability_detectors(), one, _no_array) for one in examples]
@@ -178,7 +178,7 @@ def detection_errors(
 
 
 def _no_array(name: str) -> None:
-    """Groups of draws keep class probabilities alone."""
+    """Return None: groups of draws keep class probabilities only, and no other array."""
 
 
 Measure = Callable[[list[ExampleStatistics], list[np.ndarray]], list[Measured]]
@@ -191,7 +191,7 @@ _NOT_OF_PROBABILITIES = "this score does not depend only on the class probabilit
 
 
 def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequence[Measured]) -> Known:
-    """The errors of what a measure finds in the predictions of halves of the draws."""
+    """Return the errors of a measure, from its values on halves of the draws."""
     keys = [one.key for one in measured]
     if not load_integrator(str(splits[0].header.meta["integrator"])).is_sampling:
         return dict.fromkeys(keys, _NO_DRAWS)
@@ -218,7 +218,7 @@ def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequen
 
 
 def _draws_of(header: Header) -> tuple[object, object]:
-    """What draws a prediction is made of: the seed, and their number."""
+    """Return the seed and the number of a prediction's draws."""
     params = header.provenance["params"]
     return params.get("seed"), params.get("samples")
 
@@ -228,14 +228,14 @@ def _is_told(error: IntegrationError | None) -> bool:
 
 
 def _resolved(wanted: Quantity) -> Quantity:
-    """Detection by the largest probability where no score is named: the default one is the same for all posteriors."""
+    """Resolve detection without a named score to the largest probability. The default score is the same for all posteriors."""
     if wanted.metric not in OF_TWO_SPLITS or not {*prediction_detectors()}.isdisjoint(wanted.choices):
         return wanted
     return wanted._replace(choices=(*wanted.choices, "max_prob"))
 
 
 def _forms(rows: Sequence[dict[str, Any]], wanted: Quantity) -> list[str]:
-    """How each column that one score asks for is written: as it was asked for, and what tells the columns apart."""
+    """Return how each column of one requested score is written: as requested, with what tells the columns apart."""
     names = []
     for row, form in zip(rows, forms(rows), strict=True):
         parts = [wanted.metric, *wanted.choices]
@@ -245,11 +245,11 @@ def _forms(rows: Sequence[dict[str, Any]], wanted: Quantity) -> list[str]:
 
 
 def _entry(found: Sequence[Measured | None], known: IntegrationError | str, *, seed: int) -> Entry:
-    """What the checkpoints together say of a score.
+    """Combine a score over the checkpoints.
 
     Args:
-        known: its integration error, or why there is none.
-        seed: of the noise that stands for it among the replicates.
+        known: its integration error, or why it is unknown.
+        seed: seed of the noise that represents this error in the replicates.
     """
     values = []
     for one in found:

@@ -1,4 +1,4 @@
-"""What compare prints and draws: a table, CSV, Markdown, LaTeX, JSON, a figure."""
+"""Print compare's result as a table, CSV, Markdown, LaTeX or JSON, and draw its figure."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ UNKNOWN = TotalCost(None, None, None)
 
 
 class Name(NamedTuple):
-    """What predictions are called: their folder, and the posterior, integrator and variant they are of.
+    """Name of predictions: their folder, posterior, integrator and variant.
 
-    draws: how many they are averages over; None where the integral is not estimated, or checkpoints differ.
-    cost: of the posterior, of the first checkpoint's.
+    draws: number of draws they average over; None where nothing is sampled, or checkpoints differ.
+    cost: cost of the first checkpoint's posterior.
     """
 
     folder: str
@@ -52,13 +52,13 @@ class Name(NamedTuple):
 
     @property
     def cells(self) -> list[str]:
-        """Posterior, with the folder where it says something else, variant and draws."""
+        """Return the posterior, with the folder if its name differs, the variant and the draws."""
         shown = "-" if self.draws is None else str(self.draws)
         return [posterior_title(self.posterior, self.variant, self.folder), self.variant, shown]
 
     @property
     def cost_cell(self) -> str:
-        """Gradient passes, and what they went through; the checkpoint's training with them where it is known."""
+        """Return the gradient passes and what they went through, including the checkpoint's training if known."""
         cost = self.cost
         if cost.head is None or cost.network is None:
             return "unknown"
@@ -73,15 +73,15 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The scores of all posteriors, and how each stands in its column.
+    """Scores of all posteriors, and how each compares within its column.
 
     Args:
-        names: of each row.
-        standings: of each column, of each row.
-        num_examples: of the split, for the first checkpoint.
-        baseline: the row that all are compared with; None: the best of each column.
-        shows_cost: whether there is a column of costs.
-        recommendation: auto's, in words, of a single checkpoint.
+        names: name of each row.
+        standings: column by column, the standing of each row.
+        num_examples: examples of the split, for the first checkpoint.
+        baseline: row that all are compared with; None for the best of each column.
+        shows_cost: True to show a column of costs.
+        recommendation: auto's recommendation in words, for a single checkpoint.
     """
 
     names: list[Name]
@@ -98,22 +98,22 @@ class Comparison:
 
     @property
     def heads(self) -> list[str]:
-        """The titles of the columns before the scores."""
+        """Return the titles of the columns before the scores."""
         return [*_NAMES, *([_COST] if self.shows_cost else [])]
 
     def cells_of(self, name: Name) -> list[str]:
-        """The cells of a row before the scores."""
+        """Return the cells of a row before the scores."""
         return [*name.cells, *([name.cost_cell] if self.shows_cost else [])]
 
     def is_marked(self, column: int, row: int) -> bool:
-        """Whether a number is marked: as not shown to be worse than any; or as significantly different from the baseline."""
+        """True for a number that is not shown to be worse than any or, with a baseline, differs from it significantly."""
         standing = self.standings[column][row]
         if self.baseline is None:
             return standing.is_close
         return standing.p_adjusted is not None and standing.p_adjusted <= self.alpha
 
     def tells_apart(self, column: int) -> bool:
-        """Whether marks on a column say anything: any of it is shown to be worse than another, or there is one alone, or a baseline."""
+        """True where marks in a column are informative: some number is shown to be worse, or there is one row, or a baseline."""
         if self.baseline is not None:
             return True
         entries, standings = self.columns[column].entries, self.standings[column]
@@ -149,7 +149,7 @@ class Comparison:
         return "; ".join([*parts, *([f"no significant difference in {', '.join(untold)}"] if untold else [])])
 
     def unknown_errors(self) -> list[str]:
-        """Return what to say of integration errors that are not known, and so taken as zero."""
+        """Return a note on unknown integration errors, which count as zero."""
         if self.num_checkpoints > 1:
             return []
         whose: dict[str, dict[str, None]] = {}
@@ -163,7 +163,7 @@ class Comparison:
 
 
 def as_table(comparison: Comparison) -> Table:
-    """The table for people; marks are stars in front, so that numbers stay aligned."""
+    """Return the table for people. Marks are leading stars, so that numbers stay aligned."""
     titles = score_titles(comparison)
     cells = _cells(comparison, lambda text, is_marked: f"{'*' if is_marked else ' '} {text}", sign="+-")
     names, heads = [comparison.cells_of(name) for name in comparison.names], comparison.heads
@@ -176,7 +176,7 @@ def as_table(comparison: Comparison) -> Table:
 
 
 def as_markdown(comparison: Comparison) -> list[str]:
-    """A Markdown table with marked numbers in bold, and the notes below."""
+    """Return a Markdown table with marked numbers in bold, and the notes below."""
     cells = _cells(comparison, lambda text, is_marked: f"**{text}**" if is_marked else text, sign="±")
     head = [*comparison.heads, *score_titles(comparison)]
     lines = [head, ["---", "---", *("---:" for _ in head[2:])]]
@@ -187,7 +187,7 @@ def as_markdown(comparison: Comparison) -> list[str]:
 
 
 def as_latex(comparison: Comparison) -> list[str]:
-    """A LaTeX tabular for booktabs with marked numbers in bold; the notes are comments."""
+    """Return a LaTeX tabular for booktabs with marked numbers in bold. The notes are comments."""
 
     def mark(text: str, is_marked: bool) -> str:
         value, sign, rest = text.partition(r" \pm ")
@@ -211,7 +211,7 @@ def as_latex(comparison: Comparison) -> list[str]:
 
 
 def _cells(comparison: Comparison, mark: Callable[[str, bool], str], *, sign: str) -> list[list[str]]:
-    """The numbers of each row, marked."""
+    """Return the numbers of each row, with marks."""
     rows = []
     for place in range(len(comparison.names)):
         row = []
@@ -253,7 +253,7 @@ _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasci
 
 
 def _escaped(text: str) -> str:
-    """Text as LaTeX prints it."""
+    """Escape text for LaTeX."""
     return "".join(_LATEX.get(char, char) for char in text)
 
 
@@ -263,7 +263,7 @@ _FIELDS = (
 
 
 def as_csv(comparison: Comparison) -> list[str]:
-    """A line for each posterior and score, with every digit; empty where undefined."""
+    """Return one line per posterior and score, with all digits; empty where undefined."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([*_NAMES, "split", "score", *_FIELDS])
@@ -276,7 +276,7 @@ def as_csv(comparison: Comparison) -> list[str]:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """The keys of the JSON document."""
+    """Return the keys of the JSON document."""
     rows = [
         {
             "name": name.folder,
@@ -305,7 +305,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _documents(comparison: Comparison) -> list[list[dict[str, Any]]]:
-    """For each row the scores: what defines each, its value, how it stands. Differences are own minus the other."""
+    """Return the scores of each row: definition, value and standing. Differences are own minus the other."""
     found = []
     for place in range(len(comparison.names)):
         scores = []
@@ -334,17 +334,17 @@ def _documents(comparison: Comparison) -> list[list[dict[str, Any]]]:
 
 
 def _correlations(comparison: Comparison, column: Column, known: Sample) -> dict[str, float] | None:
-    """With the same score of each posterior, by name, over examples; None where there are several checkpoints, or nothing was resampled."""
+    """Return correlations over examples with each posterior's score, by name; None for several checkpoints, or without resampling."""
     pairs = zip(comparison.names, column.entries, strict=True)
     found = {name.folder: correlation(known, other.samples) for name, other in pairs if other.samples is not None}
     return {name: one for name, one in found.items() if one is not None} or None
 
 
 def planned_plot(run: Run, folder: str, split: str) -> Path:
-    """The file that --plot will make, once it is known to be free.
+    """Return the file of --plot, after checking that it may be written.
 
     Raises:
-        OutputExists: the folder cannot be written, or a foreign file is in the way.
+        OutputExists: the folder cannot be written, or another file is in the way.
     """
     path = Path(folder) / f"compare-{split}.png"
     check_figure_path(path, "--plot", force=run.write.force, others=[])
@@ -355,7 +355,7 @@ _SIZE = 1 << 17  # of a figure, about
 
 
 def planned_result(path: Path) -> Result:
-    """What --dry-run says of the figure."""
+    """Return the result of --dry-run for the figure."""
     output = {**_output(path), "planned": "compute", "estimated_bytes": _SIZE}
     return Result("planned", [output], lines=[f"draw: {path}"])
 
@@ -364,7 +364,7 @@ def draw_plot(run: Run, path: Path, comparison: Comparison) -> Result:
     """Draw and publish the figure.
 
     Raises:
-        WriteError: it could not be written.
+        WriteError: the figure could not be written.
     """
 
     run.console.poll(f"plot {path.name}")
@@ -401,7 +401,7 @@ _BETTER = {True: ", higher is better", False: ", lower is better", None: ""}
 
 
 def score_panels(comparison: Comparison) -> list[ScorePanel]:
-    """A panel for each score, a line for each posterior."""
+    """Return a panel for each score, with a line for each posterior."""
 
     return [
         ScorePanel(
@@ -413,7 +413,7 @@ def score_panels(comparison: Comparison) -> list[ScorePanel]:
 
 
 def _line(comparison: Comparison, column: Column, place: int, row: int) -> Line:
-    """One posterior of one panel: its score, or its difference from the baseline."""
+    """Return one posterior's line in a panel: its score, or its difference from the baseline."""
 
     sample, standing = column.entries[row].samples, comparison.standings[place][row]
     base = None if comparison.baseline is None else column.entries[comparison.baseline].samples
@@ -435,7 +435,7 @@ def _line(comparison: Comparison, column: Column, place: int, row: int) -> Line:
 
 
 def _possible(interval: tuple[float, float] | None, value: float, column: Column) -> tuple[float, float] | None:
-    """The part of an interval that the score can have at all: those of Student over two checkpoints reach far beyond."""
+    """Clip an interval to the score's range. Student intervals over two checkpoints reach far beyond it."""
     score = all_scores().get(str(column.row["name"]))
     if interval is None or score is None:
         return interval
@@ -444,12 +444,12 @@ def _possible(interval: tuple[float, float] | None, value: float, column: Column
 
 
 def score_titles(comparison: Comparison) -> list[str]:
-    """The title of each column: its score's, and the choices that tell it from others."""
+    """Return the title of each column: its score and the choices that tell it from others."""
     return [" ".join([score_title(column.row), *column.form.split(":")[1:]]) for column in comparison.columns]
 
 
 def labels(comparison: Comparison) -> list[str]:
-    """Posteriors by name, with the integrator where one has several."""
+    """Return the labels of posteriors, with the integrator where one has several."""
     times = Counter(name.cells[0] for name in comparison.names)
     return [
         name.cells[0] if times[name.cells[0]] == 1 else f"{name.cells[0]} ({name.variant})" for name in comparison.names

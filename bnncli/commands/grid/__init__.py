@@ -54,7 +54,7 @@ class GridOptions(Checked):
 
     @property
     def places(self) -> list[str]:
-        """The devices, each a number or cpu; none where they were not given."""
+        """Return the devices of --devices, each a number or cpu; empty without it."""
         found = [] if self.devices is None else [one.strip() for one in self.devices.split(",")]
         for one in found:
             if one != "cpu" and not re.fullmatch(r"[0-9]{1,4}", one):
@@ -90,7 +90,7 @@ _HELD = (
 
 
 def run(run: Run, options: GridOptions) -> Result:
-    """Run the lines, or print them; the result has how each ended."""
+    """Run the lines, or print them with --dry-run. The result says how each ended."""
     from bnncli.commands.grid.plan import places_of, plan_jobs, read_grid
     from bnncli.commands.grid.running import Journal, Schedule, check_apart
 
@@ -116,7 +116,7 @@ def run(run: Run, options: GridOptions) -> Result:
 
 
 def _for_slurm(run: Run, jobs: list[Job], file: Path) -> Result:
-    """The script of an array job."""
+    """Return the script of a Slurm array job."""
     from bnncli.commands.grid.running import as_run, program
 
     lines = {job.number: as_run(job, run.console.options.config) for job in jobs}
@@ -162,11 +162,11 @@ exit $code"""
 
 
 def script(jobs: list[Job], lines: Mapping[int, CommandLine], file: Path, *, program: list[str]) -> list[str]:
-    """The lines of the script; exit 3 of a task says that a line of it failed.
+    """Return the lines of the script. A task exits with 3 where one of its lines failed.
 
     Args:
-        lines: what runs for each job, by its number.
-        program: the words that run bnncli.
+        lines: job number to its command line.
+        program: words that run bnncli.
     """
     parts = chains(jobs)
     num_tasks = min(len(parts), MAX_TASKS)
@@ -189,7 +189,7 @@ def script(jobs: list[Job], lines: Mapping[int, CommandLine], file: Path, *, pro
 
 
 def chains(jobs: list[Job]) -> list[list[Job]]:
-    """The lines in parts that do not wait for each other, each in the order of its lines."""
+    """Split the lines into parts that do not wait for each other, each in order."""
     of = list(range(len(jobs)))
 
     def first(number: int) -> int:
@@ -209,7 +209,7 @@ def chains(jobs: list[Job]) -> list[list[Job]]:
 
 
 def _planned(run: Run, jobs: list[Job], journal: Journal) -> Result:
-    """What would run."""
+    """Return what would run."""
     from bnncli.commands.grid.running import seen_by
 
     config = run.console.options.config
@@ -223,7 +223,7 @@ def _planned(run: Run, jobs: list[Job], journal: Journal) -> Result:
 
 
 def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Result:
-    """How it went: a row for each line that did not end well, or the paths of what was made."""
+    """Return a row for each line that failed or was skipped, or the paths of the results."""
     from bnncli.commands.grid.running import FAILED, SKIPPED
 
     entries = [_entry(job, ended[job.number], journal) for job in jobs]
@@ -251,7 +251,7 @@ def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Jour
 
 
 def _entry(job: Job, ended: Ended, journal: Journal) -> dict[str, Any]:
-    """A job as --json has it."""
+    """Return the entry of a job for --json."""
     began = ended.exit is not None
     return {
         "checkpoint": job.checkpoint,
@@ -270,12 +270,12 @@ def _entry(job: Job, ended: Ended, journal: Journal) -> dict[str, Any]:
 
 
 def _made(job: Job, ended: Ended, journal: Journal) -> tuple[str, ...]:
-    """What a line has left: artifacts, or the document with its results."""
+    """Return the outputs of a line: artifacts, or the document with its results."""
     return ended.outputs or (str(journal.document(job)),)
 
 
 def _table(bad: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Table:
-    """Why lines have failed or were left out, and below it those that failed, each to be pasted."""
+    """Return a table of why lines failed or were skipped, followed by the failed lines, ready to paste."""
     rows = []
     for job in bad:
         one = ended[job.number]

@@ -1,4 +1,4 @@
-"""The plan of a grid: steps with the values of their options, their names, where each runs."""
+"""Plan a grid: read its steps and the values of their options, and make a job of each combination."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ NAMES_ITSELF = ("predict",)  # its results are named after what it predicts with
 
 @dataclass(frozen=True)
 class GridStep:
-    """One command with its options.
+    """One command with the values of its options.
 
     Args:
-        name: by which other steps refer to it, and with which the names of its results begin.
-        is_named: whether the file says the name.
-        values: of options by field: what each may be. More than one is an axis.
-        after: names of steps that it waits for, beside those that it refers to; None where the file does not say.
-        where: it stands, for messages.
-        keys: where each option stands, for messages.
+        name: name by which other steps refer to it, and prefix of the names of its results.
+        is_named: True where the file gives the name.
+        values: option field to its alternatives. More than one is an axis.
+        after: names of steps to wait for, besides those it refers to; None where the file does not say.
+        where: its place in the file, for messages.
+        keys: option to its place in the file, for messages.
     """
 
     name: str
@@ -55,31 +55,31 @@ class GridStep:
 
     @cached_property
     def options(self) -> Declared:
-        """Every option of the command, by field."""
+        """Return every option of the command, by field."""
         return options_of(self.groups)
 
     @cached_property
     def axes(self) -> list[str]:
-        """Options with several values."""
+        """Return the options with several values."""
         return [name for name, values in self.values.items() if len(values) > 1]
 
     @property
     def takes_name(self) -> bool:
-        """Whether --name says where its results go, and they are not named after what it works on."""
+        """True where --name names its results, which are not named after its inputs."""
         return NameOptions in self.groups and (self.is_named or self.command not in NAMES_ITSELF)
 
     @property
     def makes_artifacts(self) -> bool:
-        """Whether its lines tell themselves what is up to date."""
+        """True where its lines check themselves what is up to date."""
         return RecordOptions in self.groups
 
 
 @dataclass(frozen=True)
 class GridFile:
-    """What a file asks for.
+    """Contents of a grid file.
 
     Args:
-        where: its checkpoints stand, for messages.
+        where: place of its checkpoints, for messages.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class GridFile:
     where: str
 
     def fault(self, where: str, said: str) -> ConfigError:
-        """The error for something in this file."""
+        """Return an error about this file."""
         return ConfigError(f"{where}: {said}", path=self.path)
 
 
@@ -107,11 +107,11 @@ _NOT_OF_STEPS = {
 
 @dataclass(frozen=True)
 class _StepReader:
-    """One step as it stands in the file.
+    """Reads one step of the file.
 
     Args:
-        number: from one.
-        line: of its [[step]]; None where that cannot be told.
+        number: number of the step, from one.
+        line: line of its [[step]]; None where unknown.
     """
 
     path: Path
@@ -121,7 +121,7 @@ class _StepReader:
     entries: dict[str, Any]
 
     def where(self, key: str | None = None) -> str:
-        """For messages: the file, the line, the step and the key."""
+        """Return the file, line, step and key for messages."""
         at = "" if self.line is None else f":{self.line}"
         if self.line is not None and key in self.entries:
             at = line_of(self.raw, str(key), after=self.line) or at
@@ -130,11 +130,11 @@ class _StepReader:
         return f"{self.path}{at}: step {self.number}{told}" + (f" {key}" if key is not None else "")
 
     def fault(self, key: str, said: str) -> ConfigError:
-        """The error for a key of the step."""
+        """Return an error about a key of the step."""
         return ConfigError(f"{self.where(key)}: {said}", path=self.path)
 
     def step(self, earlier: list[GridStep]) -> GridStep:
-        """The step, once it is known that it refers to earlier ones only."""
+        """Read the step, and check that it refers only to earlier ones."""
         command, groups = self._command()
         name, is_named = self._text("name", command.removeprefix("fit-"))
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,79}", name) or name in (CHECKPOINT, JOB):
@@ -151,7 +151,7 @@ class _StepReader:
         return GridStep(name, is_named, command, groups, values, after, self.where(), keys)
 
     def _command(self) -> tuple[str, tuple[type[Checked], ...]]:
-        """The command, which works on a checkpoint, and its classes of options."""
+        """Return the command, which must work on a checkpoint, and its option classes."""
         name, is_given = self._text("command", "")
         choices = [one for one in registry.names("commands") if _is_for_grids(one)]
         if name not in choices:
@@ -167,7 +167,7 @@ class _StepReader:
         return value, key in self.entries
 
     def _options(self, options: Declared, command: str) -> Iterator[tuple[str, str]]:
-        """Each key that is an option, and the option's field."""
+        """Return each key that is an option, with its field."""
         for key in self.entries:
             if key in _KEYS:
                 continue
@@ -181,7 +181,7 @@ class _StepReader:
             yield key, name
 
     def _alternatives(self, options: Declared, name: str, key: str) -> list[Any]:
-        """The values of an option: of a list each; of an option that is given several times, each list of a list of lists."""
+        """Return the values of an option. For repeatable options a list of lists is needed to sweep."""
         spec, hint = options[name]
         value, is_many = self.entries[key], base_type(hint) is list
         if is_many:
@@ -205,7 +205,7 @@ class _StepReader:
         return found
 
     def _check_references(self, key: str, values: list[Any], known: list[str], *, is_many: bool) -> None:
-        """Raise ConfigError where a value refers to no earlier step, or to several results where there is room for one."""
+        """Raise ConfigError where a value refers to no earlier step, or to several results where one is needed."""
         for name, _ in references(values):
             if name not in known:
                 raise self.fault(key, self._unknown(name, known))
@@ -221,7 +221,7 @@ class _StepReader:
                 raise self.fault(key, f"expected at most one {{STEP*}} in a text; got {text!r}")
 
     def _after(self, known: list[str]) -> tuple[str, ...] | None:
-        """The steps that this one is told to wait for."""
+        """Return the steps that `after` names."""
         given = self.entries.get("after")
         waits = [given] if isinstance(given, str) else given
         if waits is None:
@@ -238,11 +238,11 @@ class _StepReader:
 
 
 def read_grid(path: Path) -> GridFile:
-    """The file, checked as far as each step can be alone.
+    """Read the file and check each step on its own.
 
     Raises:
-        MissingInput: it is not there, or a checkpoint is not.
-        ConfigError: it is no TOML; a key, command, option or value that is none, with its line.
+        MissingInput: the file or a checkpoint does not exist.
+        ConfigError: not TOML, or an invalid key, command, option or value; with its line.
     """
     raw, tables = read_toml(path, what="the grid ")
     for key in tables:
@@ -263,7 +263,7 @@ def read_grid(path: Path) -> GridFile:
 
 
 def options_of(groups: tuple[type[Checked], ...]) -> Declared:
-    """Every option of some classes, by field."""
+    """Return every option of some classes, by field."""
     return {name: spec for group in groups for name, spec in declared(group).items()}
 
 
@@ -271,7 +271,7 @@ _NOT_IN_GRIDS = ("clean", "rm")  # they remove what other lines go on from
 
 
 def _is_for_grids(name: str) -> bool:
-    """Whether a command works on one checkpoint."""
+    """True where a command works on one checkpoint."""
     command = declaration("commands", name, "COMMAND")
     if not isinstance(command, Command) or name in ("grid", *_NOT_IN_GRIDS):
         return False
@@ -279,7 +279,7 @@ def _is_for_grids(name: str) -> bool:
 
 
 def _checkpoints(path: Path, where: str, given: Any, first: GridStep) -> list[str]:
-    """The checkpoints that the file names, each once, those of a pattern in the order of their names."""
+    """Return the checkpoints that the file names, without repeats; those of a pattern sorted by name."""
     patterns = [given] if isinstance(given, str) else given
     if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
         raise ConfigError(f"{where}: expected checkpoint paths or patterns; got {_shown(given)}", path=path)
@@ -306,7 +306,7 @@ _MAKES_ITS_CHECKPOINT = ("train", "extract-features")
 
 
 def _is_there(name: str, first: GridStep) -> bool:
-    """Whether there is a checkpoint or a run of this name, or the first step is to make it."""
+    """True where a checkpoint or a run of this name exists, or the first step makes it."""
     if "run_dir" in first.values or first.command in _MAKES_ITS_CHECKPOINT or Path(name).exists():
         return True
     return RunFolder.of(Path(name), None, is_name=True).root.is_dir()
@@ -319,11 +319,11 @@ _ANYWHERE = ("auto", CPU)  # devices of a line that is told where it runs
 
 @dataclass(frozen=True)
 class LinePlace:
-    """Where one line at a time runs.
+    """A place that runs one line at a time.
 
     Args:
-        name: for people.
-        environment: what a process there has beside this one's.
+        name: name for people.
+        environment: variables of its processes, in addition to this one's.
     """
 
     name: str
@@ -335,14 +335,14 @@ Axes = Mapping[tuple[str, str], int]  # which value of an option of a step, by b
 
 @dataclass(frozen=True)
 class Job:
-    """One line.
+    """One command line of the grid.
 
     Args:
-        number: from 0 on, in an order in which no line waits for a later one.
-        checkpoint: as the file has it. called: what tells it from the others, in names.
-        name: of the step, with its values and those of the steps that it refers to where there are several.
-        axes: which these are.
-        after: numbers of the jobs that must have ended well before.
+        number: number from 0 on. No line waits for a later one.
+        checkpoint: checkpoint as in the file. called: its name in names of jobs.
+        name: name of the step, with those of its values and of the steps it refers to that vary.
+        axes: these values.
+        after: numbers of the jobs that must have succeeded before.
     """
 
     number: int
@@ -356,32 +356,32 @@ class Job:
 
     @property
     def label(self) -> str:
-        """What tells it from all others, for people."""
+        """Return a unique label for people."""
         return f"{self.checkpoint}: {self.name}"
 
     @cached_property
     def given(self) -> dict[str, str]:
-        """Options of the line by field, each with the last value that is given."""
+        """Return the options of the line by field, each with its last value."""
         return {name: value for name, value in self.line.parts if name is not None}
 
     @cached_property
     def key(self) -> str:
-        """What tells it from all others and from lines of another day: its words, and where paths begin."""
+        """Return a key that identifies the line across runs: its words and the folder that paths start from."""
         return json_sha256({"words": self.line.words(), "folder": str(Path.cwd())})
 
     @property
     def stem(self) -> str:
-        """As a part of a file's name."""
+        """Return the job's name for file names."""
         place = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{self.called}.{self.name}")[:150]
         return f"{place}.{self.key[:8]}"
 
 
 def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
-    """The places that the options ask for.
+    """Return the places to run lines.
 
     Raises:
-        UsageError: torchrun has started this beside others, or a line asks for another device itself.
-        DeviceError: a GPU is not there.
+        UsageError: started by torchrun, or a line names another device itself.
+        DeviceError: a GPU does not exist.
     """
     workers = team.rank_and_size()
     if workers is not None and workers[1] > 1:
@@ -408,20 +408,20 @@ def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
 
 
 def shared_threads(count: int) -> dict[str, str]:
-    """The threads of each of so many processes, where nobody has said how many, and there are several."""
+    """Return the threads of each of several processes, where no variable sets them."""
     if count == 1 or _THREADS in os.environ:
         return {}
     return {_THREADS: str(max(1, cores() // count))}
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _visible(numbers: list[int]) -> dict[int, str]:
-    """What CUDA calls each of these GPUs, which are counted among those that this process may see."""
+    """Return CUDA's names of these GPUs, which are numbered among those this process may see."""
     if not numbers:
         return {}
     count = 0 if device_name("auto") == CPU else torch.cuda.device_count()
@@ -449,12 +449,12 @@ _COMES_LAST = (
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What there is of one checkpoint when a step's lines are made.
+    """What exists for one checkpoint when the lines of a step are planned.
 
     Args:
-        referred: names of the steps that any step refers to: their posteriors have the names that these know.
-        jobs: of earlier steps, by these.
-        taken: names of lines.
+        referred: names of the steps that any step refers to, whose posteriors must have known names.
+        jobs: earlier step to its jobs.
+        taken: names of lines that are in use.
     """
 
     grid: GridFile
@@ -467,7 +467,7 @@ class _Earlier:
     def job(
         self, number: int, step: GridStep, axes: Axes, *, chosen: Mapping[str, Any], parts: dict[str, list[Job]]
     ) -> Job:
-        """One line of a step, with these values, which refer to these jobs."""
+        """Return the job of a step with these values, which refer to these jobs."""
         is_named = step.takes_name and "out" not in chosen
         name = self._name(step, axes, is_named=is_named)
         names = {CHECKPOINT: [self.called], JOB: [f"{self.called}.{name}"]}
@@ -483,7 +483,7 @@ class _Earlier:
         return Job(number, step, self.checkpoint, self.called, name, axes, self._checked(line, step), after)
 
     def _name(self, step: GridStep, axes: Axes, *, is_named: bool) -> str:
-        """The line's name; where it is none of a result it is shortened, and made another one where it is taken."""
+        """Return the line's name. Where it does not name a result, shorten it and make it unique."""
         name = line_name(step, axes, {one.name: one for one in self.grid.steps})
         if is_named:
             if len(name) > MAX_NAME:
@@ -497,14 +497,14 @@ class _Earlier:
         return name
 
     def _posterior(self, step: GridStep, key: str, job: Job) -> str:
-        """What a reference stands for. Raises ConfigError where that has no name."""
+        """Return the posterior of a reference. Raises ConfigError where it has no name."""
         if not job.step.takes_name or "out" in job.given:
             why = "it sets out" if "out" in job.given else f"{job.step.command} creates no named posterior"
             raise self.grid.fault(step.where, f"{{{key}}} does not stand for a name: {why} (step {job.step.name})")
         return job.name
 
     def _waits(self, step: GridStep, axes: Axes, parts: Mapping[str, list[Job]]) -> tuple[int, ...]:
-        """The jobs that a line waits for: those that it refers to, and others, none of which is of another value than it is itself."""
+        """Return the jobs to wait for: those the line refers to, and those of other steps that share its values."""
         if step.after is not None:
             others: Iterable[str] = step.after
         else:
@@ -513,10 +513,10 @@ class _Earlier:
         return tuple(sorted(waited | {job.number for jobs in parts.values() for job in jobs}))
 
     def _checked(self, line: CommandLine, step: GridStep) -> CommandLine:
-        """The line, with --resume where its command takes it beside the others; read as the command line reads it.
+        """Check the line as the command line does, and add --resume where its command takes it.
 
         Raises:
-            ConfigError: the command refuses it.
+            ConfigError: the command refuses the line.
         """
         resumed = line.having(_RESUME, True)
         if _RESUME in step.options and _refusal(resumed) is None:
@@ -530,10 +530,10 @@ class _Earlier:
 
 
 def plan_jobs(grid: GridFile) -> list[Job]:
-    """All lines, each checked as the command line checks it.
+    """Return all jobs, each checked as the command line checks it.
 
     Raises:
-        ConfigError: a line that its command refuses, or too many; names the step.
+        ConfigError: a command refuses its line, or there are too many lines. The message names the step.
     """
     jobs: list[Job] = []
     values = (one for step in grid.steps for alternatives in step.values.values() for one in alternatives)
@@ -556,7 +556,7 @@ def plan_jobs(grid: GridFile) -> list[Job]:
 
 
 def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
-    """What tells the checkpoints apart in names of files: the file's own name, or where two share it the whole path."""
+    """Return names for the checkpoints in file names: the file's name, or the whole path where two share it."""
     stems = Counter(Path(one).stem for one in checkpoints)
     found: dict[str, str] = {}
     for one in checkpoints:
@@ -570,10 +570,10 @@ def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
 
 
 def filled(value: Any, names: Mapping[str, list[str]]) -> Any:
-    """A value with what its references stand for; of a list a text is there once for each of several.
+    """Replace the references in a value. In a list, a text is repeated for each of several results.
 
     Args:
-        names: by reference, with its star where it has one.
+        names: reference, with its star if it has one, to names.
     """
     if not isinstance(value, list):
         return _filled(value, names)[0] if isinstance(value, str) else value
@@ -592,13 +592,13 @@ def _replaced(text: str, names: Mapping[str, str]) -> str:
 
 
 def line_name(step: GridStep, axes: Axes, steps: Mapping[str, GridStep]) -> str:
-    """The step's name, with each value that is one of several, those of the steps that it refers to first."""
+    """Return the step's name with each value that varies, those of the steps it refers to first."""
     words = [step.name, *(_word(option, steps[of].values[option][place]) for (of, option), place in axes.items())]
     return "-".join(words)
 
 
 def _word(option: str, value: Any) -> str:
-    """A value in a name: a plain word as it is, anything else behind the option."""
+    """Format a value in a name: a plain word unchanged, anything else after the option."""
     flag = flag_of(option)[2:]
     if isinstance(value, bool):
         return flag if value else f"no-{flag}"
@@ -609,17 +609,17 @@ def _word(option: str, value: Any) -> str:
 
 
 def number_text(value: Any) -> str:
-    """A number in the shortest words that give it back; anything else as it is."""
+    """Format a number as its shortest exact text; anything else unchanged."""
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def shortened(name: str) -> str:
-    """A name of at most MAX_NAME letters: a long one with a digest for its end."""
+    """Cut a name to MAX_NAME characters, with a digest at the end of a long one."""
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 9]}-{json_sha256(name)[:8]}"
 
 
 def _refusal(line: CommandLine) -> str | None:
-    """What the command line says against a line; None where it takes it."""
+    """Return the command line's error for a line; None where it accepts it."""
     try:
         values = CommandLine.parse(line.command, line.words()[2:], line.groups).values()
         for group in line.groups:
@@ -632,7 +632,7 @@ def _refusal(line: CommandLine) -> str | None:
 def _branches(
     step: GridStep, of_steps: Mapping[str, list[Job]]
 ) -> Iterator[tuple[Axes, dict[str, Any], dict[str, list[Job]]]]:
-    """Each choice of a step's own values with each combination of the jobs that these refer to, by what refers to them."""
+    """Yield each choice of a step's own values with each combination of the jobs they refer to."""
     for places in product(*(range(len(step.values[option])) for option in step.axes)):
         own = dict(zip(step.axes, places, strict=True))
         chosen = {name: values[own.get(name, 0)] for name, values in step.values.items()}
@@ -643,7 +643,7 @@ def _branches(
 def _combinations(
     referred: Sequence[tuple[str, bool]], of_steps: Mapping[str, list[Job]], axes: Axes
 ) -> Iterator[tuple[Axes, dict[str, list[Job]]]]:
-    """Jobs of the steps that are referred to, as they go together: none is of two values of one option."""
+    """Return the compatible combinations of jobs of the steps referred to: none has two values of one option."""
     if not referred:
         yield axes, {}
         return
@@ -655,7 +655,7 @@ def _combinations(
 
 
 def _groups(jobs: Iterable[Job], *, own: str | None) -> list[tuple[Axes, list[Job]]]:
-    """Jobs of a step by their values; with `own`, those together that differ in values of that step alone."""
+    """Group a step's jobs by their values; with `own`, jobs that differ only in that step's own values are in one group."""
     found: dict[tuple[Any, ...], tuple[Axes, list[Job]]] = {}
     for job in jobs:
         axes = {key: place for key, place in job.axes.items() if key[0] != own}
@@ -668,12 +668,12 @@ def _agree(one: Axes, other: Axes) -> bool:
 
 
 def references(values: Iterable[Any]) -> list[tuple[str, bool]]:
-    """Steps whose posteriors these values name, and whether each is all of that step's own axes together."""
+    """Return the steps that these values refer to, and whether each reference takes all of the step's own axes."""
     found = (one for value in values for text in texts(value) for one in REFERENCE.finditer(text))
     pairs = dict.fromkeys((one[1], bool(one[2])) for one in found)
     return [pair for pair in pairs if pair[0] not in (CHECKPOINT, JOB)]
 
 
 def texts(value: Any) -> list[str]:
-    """The texts of a value, in which references may stand."""
+    """Return the texts of a value, which may have references."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]

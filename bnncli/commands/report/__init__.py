@@ -75,7 +75,7 @@ class ReportOptions(Checked):
 
     @property
     def forms(self) -> list[str]:
-        """Of the files of figures, each once."""
+        """Return the formats of the figures, each once."""
         return list(dict.fromkeys(self.figure_format)) or [FIGURE_FORMATS[0]]
 
 
@@ -100,7 +100,7 @@ UNWRITTEN = "no report was written"  # where a signal has come before it was
 
 
 def run(run: Run, options: ReportOptions) -> Result:
-    """Gather, draw and write, once it is known what of, and where to."""
+    """Check the inputs and the output path, then gather, draw and write."""
     runs = each_checkpoint(run)
     for one in runs:
         check_folder(one)
@@ -119,7 +119,7 @@ def run(run: Run, options: ReportOptions) -> Result:
 
 
 def check_folder(run: Run) -> None:
-    """Pass where there is a run folder with features. Raises MissingInput otherwise."""
+    """Raise MissingInput unless there is a run folder with features."""
     if not run.folder.root.is_dir():
         raise run.no_run()
     if not run.folder.splits():
@@ -134,10 +134,10 @@ _FLAG = "--out"
 
 
 def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
-    """The same, once it is known to be free, and the folder of figures to be one.
+    """Return the path of the page, after checking that it may be written, and the folder of figures.
 
     Raises:
-        UsageError, OutputExists: as check_page_path does.
+        UsageError, OutputExists: as in check_page_path.
     """
     path = page_path(runs, options)
     others = [one.checkpoint_path for one in runs]
@@ -151,7 +151,7 @@ _NAMES = ("report.html", "comparison.html")  # of one checkpoint, of several
 
 
 def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
-    """Where the page goes: what was named, or a file in the run folder of the first checkpoint."""
+    """Return the path of the page: as named, or in the run folder of the first checkpoint."""
     if options.out is not None:
         return Path(options.out)
     return runs[0].folder.root / _NAMES[len(runs) > 1]
@@ -161,7 +161,7 @@ _SIZE = 1 << 20
 
 
 def planned(path: Path, options: ReportOptions) -> Result:
-    """What --dry-run says."""
+    """Return the result of --dry-run."""
     output = {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
     lines = [f"write: {path}"]
     if options.figures is not None:
@@ -171,11 +171,11 @@ def planned(path: Path, options: ReportOptions) -> Result:
 
 @contextmanager
 def locked(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
-    """Hold the lock of the page, whose place is known to take files; others wait, or are told who writes it.
+    """Hold the lock of the page, after checking that its folder is writable.
 
     Raises:
         Locked: another process writes it.
-        OutputExists: its folder takes no files.
+        OutputExists: its folder is not writable.
     """
     check_takes_files(path, hint=f"choose another place with {_FLAG}")
     with artifact_lock(runs[0].folder.lock(path), wait=run.lock.wait, poll=run.console.poll):
@@ -197,7 +197,7 @@ def _written(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> R
 
 
 def figure_paths(run: Run, figures: Sequence[Shown], page: Path, options: ReportOptions) -> list[Path]:
-    """Where the figures go, form by form, once it is known to be free. Raises OutputExists, UsageError."""
+    """Return the paths of the figures, format by format, after checking them. Raises OutputExists, UsageError."""
     if options.figures is None:
         return []
     paths = [Path(options.figures) / f"{figure.name}.{form}" for form in options.forms for figure in figures]
@@ -210,9 +210,9 @@ _MOST_RECORDED = 1 << 13  # letters of a request that stand in the page itself, 
 
 
 def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
-    """What of a request changes the page, JSON values: the page has it in its head, and one of another request is not replaced.
+    """Return the options that change the page, as JSON. The page records them, and a page with other options is not replaced.
 
-    Whether code is trusted is not among it: a page says itself where it has to be.
+    --trust-code is not among them: a page says itself where code would have to be trusted.
     """
     found = {
         "checkpoints": [run.checkpoint_path.name for run in runs],
@@ -225,10 +225,10 @@ def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, A
 
 
 def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], paths: Sequence[Path]) -> Result:
-    """Publish the page and the figures; what is there already, to the byte, is left as it is.
+    """Publish the page and the figures, and leave identical existing files untouched.
 
     Raises:
-        WriteError: one could not be written; those before it are there.
+        WriteError: a file could not be written. Those before it are complete.
     """
     path, content = page
     with said_when_interrupted(UNWRITTEN):
@@ -249,7 +249,7 @@ def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], pa
 
 @contextmanager
 def said_when_interrupted(how_far: str) -> Iterator[None]:
-    """Within, a signal is told with what there is of the report, in place of the step that it came in."""
+    """Report a signal inside the block with what exists of the report, instead of the step it interrupted."""
     try:
         yield
     except Interrupted as error:
@@ -257,7 +257,7 @@ def said_when_interrupted(how_far: str) -> Iterator[None]:
 
 
 def _published(role: str, path: Path, content: bytes, write: Callable[[Path, bytes], str]) -> Result:
-    """One file, once it is there with this content."""
+    """Publish one file and return its output entry."""
     with convert_read_errors(path):
         there = path.read_bytes() if path.is_file() else None
     output: dict[str, Any] = {"role": role, "path": str(path)}

@@ -1,4 +1,4 @@
-"""The sections of a report: scores, calibration, detection, decisions, fidelity, fits, chains, posteriors."""
+"""Write the sections of a report: scores, calibration, detection, decisions, fidelity, fits, chains, posteriors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _BETTER = {True: "\n(higher is better)", False: "\n(lower is better)", None: ""}
 
 
 def _figure(subject: Subject) -> ScoreIntervals | None:
-    """The scores that have intervals, a panel each."""
+    """Return a figure with a panel for each score that has intervals."""
     assert not isinstance(subject.rows, Missing)
     rows = [row for row in _own_scores(subject.rows) if row.get("name") in {group.name for group in subject.drawn}][
         :MOST_DRAWN
@@ -118,7 +118,7 @@ def _figure(subject: Subject) -> ScoreIntervals | None:
 
 
 def _own_scores(rows: list[Row]) -> list[Row]:
-    """The rows without what holds predictions against those of a reference, which have a section of their own."""
+    """Return the rows without comparisons with a reference, which have their own section."""
     return [
         {**row, "metrics": [m for m in row["metrics"] if all_scores()[m["name"]].of_reference is None]} for row in rows
     ]
@@ -137,7 +137,7 @@ def calibration(subject: Subject) -> list[Block]:
 
 
 def _reliability_curve(subject: Subject, group: PredictionGroup) -> Curve | None:
-    """Bins of the confidence; of several labels an example of all their decisions."""
+    """Return the bins of the confidence; with several labels per example, of all decisions."""
     binned = subject.binned(group, subject.split)
     if binned.right is not None:
         return binned.reliability() if binned.num_examples else None
@@ -146,7 +146,7 @@ def _reliability_curve(subject: Subject, group: PredictionGroup) -> Curve | None
 
 
 def left_out(subject: Subject) -> list[Any]:
-    """A sentence where there are more posteriors than a figure shows."""
+    """Return a sentence where there are more posteriors than a figure shows."""
     assert not isinstance(subject.groups, Missing)
     rest = len(subject.groups) - len(subject.drawn)
     if rest <= 0:
@@ -216,7 +216,7 @@ def _roc(subject: Subject, ood: str) -> Roc | None:
 
 
 def _roc_curve(subject: Subject, group: PredictionGroup, ood: str, score: str) -> Curve | None:
-    """The curve of one group; None where it has no such score, or no examples."""
+    """Return the ROC curve of one group; None without the score or without examples."""
     if score == "max_prob":
         return subject.binned(group, subject.split).roc(subject.binned(group, ood))
     headers = group.splits(is_ood=False)[subject.split], group.splits(is_ood=True)[ood]
@@ -227,13 +227,13 @@ def _roc_curve(subject: Subject, group: PredictionGroup, ood: str, score: str) -
 
 
 def score_value(subject: Subject, group: PredictionGroup, wanted: Quantity) -> float | None:
-    """The value of a score of a group in its usual form; None where evaluate does not know it."""
+    """Return a group's score in its usual form; None where evaluate does not have it."""
     metric = score_metric(subject, group, wanted)
     return None if metric is None or metric["value"] is None else float(metric["value"])
 
 
 def score_metric(subject: Subject, group: PredictionGroup, wanted: Quantity) -> dict[str, Any] | None:
-    """The same with all that is known of it."""
+    """Return a group's score in its usual form with all its details; None where evaluate does not have it."""
     row = subject.row_of(group)
     found = [] if row is None else find_metric(row["metrics"], wanted)
     return found[0] if found else None
@@ -385,7 +385,7 @@ def fits(subject: Subject) -> list[Block]:
 
 
 def _search_curve(subject: Subject, name: str, header: Header) -> PriorPrecisionCurve | None:
-    """What the search for the prior precision saw; None where there was none."""
+    """Return the curve of the search for the prior precision; None without a search."""
     with interpreting(header.path):
         points, criterion = header.meta.get("curve"), header.meta.get("criterion")
         if not points or criterion not in LABELS:
@@ -406,7 +406,7 @@ _LATENT = "lbbnn"
 
 
 def _epoch_trace(name: str, header: Header) -> LinePanel | None:
-    """What each epoch gave; None of a posterior that was not fitted in epochs."""
+    """Return the objective of each epoch; None for a posterior that was not fitted in epochs."""
     method = str(header.meta.get("method"))
     if method not in (*_HISTORIES, _LATENT):
         return None
@@ -428,7 +428,7 @@ _MOST_LINES = 5  # of a panel
 
 
 def _lines(history: Tensor) -> list[Series]:
-    """A line, or one for each of several repeats (E, R); epochs are thinned evenly, the first and the last are kept."""
+    """Return a line, or one per repeat for (E, R). Epochs are thinned evenly, keeping the first and the last."""
     values = history.double().flatten(1).numpy() if history.ndim > 1 else history.double().numpy()[:, None]
     places = np.unique(np.linspace(0, len(values) - 1, min(_MOST_POINTS, len(values))).round().astype(int))
     names = [f"repeat {line + 1}" if values.shape[1] > 1 else "ELBO" for line in range(values.shape[1])]
@@ -456,15 +456,15 @@ def posteriors(subject: Subject) -> list[Block]:
 
 
 def _tables(judgement: Judgement) -> list[Table]:
-    """The tables of diagnose but that of the pairs, which are a figure here."""
+    """Return the tables of diagnose except that of the pairs, which is a figure here."""
     return diagnosis_tables(judgement.entries, [])
 
 
 def data_table(table: Table, name: str, caption: str, *, first: int = 0) -> DataTable:
-    """A table of the terminal as one of a page; cells that begin with a number are sorted by it.
+    """Convert a terminal table to one of the page. Cells that begin with a number are sorted by it.
 
     Args:
-        first: the column that heads the rows; those before it are left out.
+        first: column that heads the rows; those before it are left out.
     """
     rows = [[TableCell(row[first]), *(_score_cell(cell.strip()) for cell in row[first + 1 :])] for row in table.rows]
     heads = [_typeset(column) for column in table.columns[first:]]
@@ -475,7 +475,7 @@ _NUMBER = re.compile(r"^[*\s]*([+-]?\d[\d,]*\.?\d*(?:e[+-]?\d+)?)")
 
 
 def _score_cell(text: str) -> TableCell:
-    """A number above what belongs to it, in brackets or behind a sign; a dash where there is none."""
+    """Split a cell into a number and what follows it in brackets or after a sign; a dash without a number."""
     found = _NUMBER.match(text)
     if found is None:
         return TableCell("–" if text == "-" else text)
@@ -489,7 +489,7 @@ def _score_cell(text: str) -> TableCell:
 
 
 def _typeset(text: str) -> str:
-    """What a terminal writes in ASCII, as a page has it."""
+    """Replace ASCII notation of the terminal by typographic characters."""
     return text.replace("+-", "±").replace("MMD^2", "MMD²")
 
 
@@ -498,7 +498,7 @@ def _sentence(note: str) -> str:
 
 
 def _spread(subject: Subject, judgement: Judgement) -> WeightSpread | None:
-    """Pareto k of what has a density."""
+    """Return Pareto k of the posteriors with a density; None without any."""
     found = [
         Weights(
             name,
@@ -513,7 +513,7 @@ def _spread(subject: Subject, judgement: Judgement) -> WeightSpread | None:
 
 
 def _matrix(subject: Subject, judgement: Judgement) -> DistanceMatrix | None:
-    """Distances between the posteriors over the layers that most are over."""
+    """Return the distances between the posteriors over the most common layers."""
     pairs = {(one["posteriors"][0], one["posteriors"][1]): one for one in judgement.pairs}
     names = [name for name in judgement.entries if any(name in pair for pair in pairs)][: MOST_DRAWN + 1]
     kept = {pair: one for pair, one in pairs.items() if set(pair) <= set(names)}
@@ -527,7 +527,7 @@ _SHARES = (1.0, 0.99, 0.9, 0.5)  # of parameters in order of how far posteriors 
 
 
 def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | None:
-    """Densities of the draws that diagnose compares, of the posteriors over the same parameters as the reference."""
+    """Return densities of diagnose's draws, for the posteriors over the same parameters as the reference."""
     chains = [one for one in judgement.diagnoses if one.judged.type == "samples"]
     reference = next((one for one in chains if one.entry["is_good"]), chains[0] if chains else None)
     if reference is None:
@@ -589,7 +589,7 @@ LOG_POSTERIOR = "log posterior density"
 
 
 def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
-    """The figures of one posterior that is draws."""
+    """Return the figures of one sampled posterior."""
     require_draws(subject.run, header)
     posterior, content = open_samples(header.path)
     draws = posterior.draws.numpy()
@@ -626,13 +626,13 @@ def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
 
 
 def _worst(statistics: RankStatistics) -> int:
-    """The parameter of the largest R-hat; of the smallest sample size where that is undefined."""
+    """Return the parameter with the largest R-hat or, where that is undefined, the smallest effective sample size."""
     r_hat: Any = statistics.r_hat
     return int(r_hat.argmax()) if bool(r_hat.isfinite().all()) else int(statistics.ess_bulk.argmin())
 
 
 def _said(header: Header) -> str:
-    """How many draws there are, and how they agree on what decides."""
+    """Say how many draws there are, and how they agree on what decides."""
     with interpreting(header.path):
         return f"{deciding_line(header.meta['metrics'])}."
 
@@ -660,7 +660,7 @@ _GRID = 49
 
 
 def _marginal(title: str, index: int, draws: dict[str, NDArray[np.float32]], own: str, wide: set[str]) -> Marginal:
-    """The densities of one parameter."""
+    """Return the densities of one parameter."""
     parts = {name: values[:, index].astype(np.float64) for name, values in draws.items()}
     grid = density_grid([part for name, part in parts.items() if name in wide], _GRID)
     densities, points = {}, {}

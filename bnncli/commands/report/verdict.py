@@ -1,4 +1,4 @@
-"""The verdict of a report: which posterior to use, whether it pays, how far to trust its confidence."""
+"""Write the verdict of a report: which posterior to use, whether it pays, and how far to trust its confidence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from bnncli.session.score_rows import PredictedSplit
 
 
 def with_error(value: float, error: float | None, digits: int = 4) -> str:
-    """A number with its standard error, where that is known."""
+    """Format a number with its standard error, if known."""
     shown = f"{value:.{digits}f}".replace("-", "−")
     return shown + ("" if error is None else f" ± {error:.{digits}f}")
 
@@ -73,13 +73,13 @@ TERMS = {
 
 
 def terms() -> list[Block]:
-    """The section."""
+    """Return the section."""
     items = [joined(element("dt", term, id=_name(term)), element("dd", text)) for term, text in TERMS.items()]
     return [element("dl", *items)]
 
 
 def verdict(subject: Subject) -> list[Block]:
-    """The section."""
+    """Return the section."""
     judgement, recommended = subject.judgement, subject.recommended
     beside = tried(partial(_beside_the_network, subject))
     if beside is None or (
@@ -115,7 +115,7 @@ _MOST_SPLITS = 3  # out of distribution, in the table
 
 
 class Beside(NamedTuple):
-    """The qualities of the recommended predictions and of the network's, on the split that is shown."""
+    """Qualities of the recommended predictions and of the network's, on the split shown."""
 
     own: str
     base: str
@@ -127,12 +127,12 @@ class Beside(NamedTuple):
     is_multilabel: bool = False
 
     def of(self, score: str) -> Quality | None:
-        """The quality by its score; None where it is unknown."""
+        """Return the quality with this score; None where unknown."""
         return next((one for one in self.qualities if one.score == score), None)
 
 
 def _beside_the_network(subject: Subject) -> Beside | None:
-    """The recommended predictions beside those of the network at one temperature, else as trained; None without both."""
+    """Compare the recommended predictions with the network's at one temperature, else as trained; None without both."""
     focus, plain = subject.focus, [group for group in _told(subject) if group is not subject.focus]
     plain.sort(key=lambda group: (group.posterior != "temperature", group.variant != "plug-in"))
     base = plain[0] if plain else None
@@ -154,7 +154,7 @@ def _beside_the_network(subject: Subject) -> Beside | None:
 
 
 def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
-    """The qualities of stored predictions beside those of others, on the split that is shown."""
+    """Return the qualities of stored predictions relative to others, on the split shown."""
 
     def read(group: PredictionGroup, split: str) -> SplitProbabilities:
         file = PredictedSplit(next(one for one in group.headers if one.meta["split"] == split)).file
@@ -167,7 +167,7 @@ _OWN_SCORE = "max_prob"  # an outlier score of the posterior's own, as compare h
 
 
 def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, ood: str) -> Quality | None:
-    """The AUROC of each posterior's own largest probability for a split, paired; None where it is undefined."""
+    """Return the paired AUROC of each posterior's own largest probability for a split; None where undefined."""
 
     def vectors(group: PredictionGroup, split: str, is_ood: bool) -> Any:
         return PredictedSplit(group.splits(is_ood=is_ood)[split]).detection_scores([_OWN_SCORE])
@@ -187,7 +187,7 @@ def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, oo
 
 
 def _recorded(subject: Subject) -> Beside | None:
-    """What auto measured on val of its recommendation; None without it, and of a posterior that was not asked for."""
+    """Return what auto measured on val for its recommendation; None without one, or if its posterior is not shown."""
     chosen = subject.recommended
     header = None if chosen is None else subject.headers.get(chosen.posterior)
     if chosen is None or chosen.by != "auto" or header is None:
@@ -203,7 +203,7 @@ def _recorded(subject: Subject) -> Beside | None:
 
 
 def _misread(subject: Subject) -> list[Markup]:
-    """What extract-features found wrong with the network on the splits that the report is about."""
+    """Return what extract-features found wrong with the network on the splits shown."""
     found = misread_splits(subject.run, ("train", "val", subject.split))
     text = f"It probably misreads its inputs or labels. Everything below may be worthless. {'; '.join(found)}."
     return [joined(strong("The network. "), text)] if found else []
@@ -222,7 +222,7 @@ _MOST_NAMED = 12  # posteriors that are good, or files that are damaged
 
 
 def _fit(judgement: Judgement) -> Markup:
-    """Which posteriors are good for their target, and which are not; why, the tables say."""
+    """Say which posteriors are good for their target and which are not."""
     good = [name for name, entry in judgement.entries.items() if entry["is_good"]]
     bad = [name for name, entry in judgement.entries.items() if entry["is_good"] is False]
     parts = []
@@ -242,13 +242,13 @@ def _fit(judgement: Judgement) -> Markup:
 
 
 def _why(judgement: Judgement, name: str) -> str:
-    """Why a posterior is not good, by the first of its doubts."""
+    """Return why a posterior is not good, by its first doubt."""
     doubts = judgement.entries[name]["doubts"]
     return doubts[0] + (f", {counted(len(doubts) - 1, 'more doubt')}" if len(doubts) > 1 else "")
 
 
 def _calibration(subject: Subject) -> list[Markup]:
-    """How far confidences can be taken at their word, of the posterior that the words are about and of the network."""
+    """Say how far to trust the confidences of the posterior in focus and of the network."""
     found = [(subject.titles[group.name], score_metric(subject, group, Quantity("ece"))) for group in _told(subject)]
     known = [(title, metric) for title, metric in found if metric is not None and metric["value"] is not None]
     return [joined(strong("Calibration. "), linked(calibration_in_words(subject.split, known)))] if known else []
@@ -258,10 +258,10 @@ _CHANCE = 0.05  # of saying of any that are calibrated that they are not
 
 
 def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """How far confidences are off, and of which predictions that is more than chance, by Holm over all of them.
+    """Say how far confidences are off, and for which predictions that is more than chance (Holm over all).
 
     Args:
-        known: the title of each, and its calibration error as evaluate has stored it.
+        known: title of each to its calibration error from evaluate.
     """
     values = listed_in_words([f"{percent(metric['value'])} ({title})" for title, metric in known])
     text = f"On {split}, stated confidence and accuracy differ by {values} on average (ECE)."
@@ -280,7 +280,7 @@ def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any
 
 
 def _outside(subject: Subject) -> list[Markup]:
-    """How well outliers are detected; by a score of the features once for all posteriors."""
+    """Say how well outliers are detected. A score of the features is the same for all posteriors."""
     score, focus = subject.shown.curve_score, subject.focus
     groups = [focus] if score == DEFAULT_SCORE and focus is not None else _told(subject)
     sentences = []
@@ -302,7 +302,7 @@ def _outside(subject: Subject) -> list[Markup]:
 
 
 def _told(subject: Subject) -> list[PredictionGroup]:
-    """The predictions that words are about, and those of the network as trained and at one temperature."""
+    """Return the predictions in focus, and those of the network as trained and at one temperature."""
     if subject.focus is None or isinstance(subject.groups, Missing):
         return []
     plain = [group for group in subject.groups if group.posterior in ("map", "temperature")]
@@ -310,7 +310,7 @@ def _told(subject: Subject) -> list[PredictionGroup]:
 
 
 def listed_in_words(names: list[str], *, most: int | None = None) -> str:
-    """`a`, `a and b`, `a, b and c`; with `most` of them, `a, b and 7 more`."""
+    """Join names as `a`, `a and b`, `a, b and c`; above `most`, as `a, b and 7 more`."""
     if most is not None and len(names) > most + 1:
         names = [*names[:most], f"{len(names) - most} more"]
     if len(names) < 2:
@@ -322,7 +322,7 @@ _FOUND = re.compile("|".join(rf"(?<![\w-]){re.escape(term)}(?![\w-])" for term i
 
 
 def linked(text: str) -> Markup:
-    """A text whose terms link to their explanations, each once."""
+    """Link each term in a text to its explanation, once."""
     parts: list[str] = []
     place, seen = 0, set()
     for found in _FOUND.finditer(text):
@@ -342,7 +342,7 @@ _KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "sam
 
 
 def _headline(judgement: Judgement | Missing, recommended: Recommended | None, beside: Beside | None) -> str:
-    """What to do, and what it gains and costs, in one or two sentences."""
+    """Say what to do, and what it gains and costs, in one or two sentences."""
     if recommended is None:
         if isinstance(judgement, Missing):
             return "There is no verdict on the posteriors of this run."
@@ -370,7 +370,7 @@ def _headline(judgement: Judgement | Missing, recommended: Recommended | None, b
 
 
 def _doubted(one: Quality) -> str:
-    """What is said of a difference that may be chance."""
+    """Return the remark on a difference that may be chance."""
     return "" if one.finding in ("better", "worse") else " (not significant)"
 
 
@@ -379,7 +379,7 @@ def _signed(value: float, digits: int) -> str:
 
 
 def _left_out_of(subject: Subject) -> list[Block]:
-    """What is damaged, some of it by name."""
+    """List what is damaged, some of it by name."""
     told: list[Block] = [_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
     rest = len(subject.damaged) - len(told)
     return (
@@ -396,13 +396,13 @@ def _left_out_of(subject: Subject) -> list[Block]:
 
 
 def _left_out(one: Damaged) -> Missing:
-    """What is said of a damaged artifact."""
+    """Describe a damaged artifact."""
     what = one.what if one.what.startswith("is ") else f"cannot be used: {one.what}"
     return Missing(f"{one.name} is skipped: it {what}.", one.command)
 
 
 def _pays(beside: Beside, subject: Subject) -> list[Block]:
-    """A table of the differences, and how it is read."""
+    """Return a table of the differences, and how to read it."""
     titles = {"accuracy": "label accuracy"} if beside.is_multilabel else {}
     named = [(titles.get(one.title, one.title), one) for one in beside.qualities]
     named += [(f"AUROC {ood}, by largest probability", one) for ood, one in beside.detection.items()]
@@ -420,7 +420,7 @@ def _pays(beside: Beside, subject: Subject) -> list[Block]:
 
 
 def summary_of(subject: Subject) -> str:
-    """One line for a terminal."""
+    """Return one line for the terminal."""
     judgement = subject.judgement
     return judgement.sentence if isinstance(judgement, Missing) else judgement.verdict.sentence
 

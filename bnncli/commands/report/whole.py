@@ -1,4 +1,4 @@
-"""All sections of a report in reading order, several checkpoints compared, and the page of them."""
+"""Put together all sections of a report, compare several checkpoints, and make the page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class ReportPart(NamedTuple):
-    """A section as a report has it: its name and title, and what makes its blocks."""
+    """A section of a report: its name, its title, and the function that makes its blocks."""
 
     name: str
     title: str
@@ -75,11 +75,11 @@ _FEW = 3  # checkpoints, up to which that is all of _OF_EACH
 
 
 def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Section], list[str]]:
-    """The sections, and what is to be said on a terminal.
+    """Return the sections, and the lines for the terminal.
 
     Raises:
-        MissingInput: a checkpoint has nothing of a name that was given.
-        DataError: what was named is damaged, or nothing is left to report on.
+        MissingInput: a checkpoint has nothing of a given name.
+        DataError: a named artifact is damaged, or nothing is left to report on.
     """
     many = len(runs) > 1
     subjects = [
@@ -100,7 +100,7 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
 
 
 def _made(part: ReportPart, subject: Subject) -> Section:
-    """A section; of several checkpoints with this one's name in its title. What cannot be shown says why."""
+    """Make a section, with the checkpoint in its title if there are several. What cannot be shown gives the reason."""
     subject.run.console.poll(f"report on {subject.name}: {part.name}")
     blocks = tried(partial(part.make, subject))
     title = f"{subject.name}: {part.title[:1].lower()}{part.title[1:]}" if subject.key else part.title
@@ -108,7 +108,7 @@ def _made(part: ReportPart, subject: Subject) -> Section:
 
 
 def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
-    """The section."""
+    """Return the section."""
     options = CompareOptions(posterior=subjects[0].options.posterior, split=subjects[0].split)
     comparison = tried(
         lambda: compare_groups(
@@ -144,7 +144,7 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
 
 
 def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
-    """Which posteriors are best over all checkpoints, and which diagnose would use of each."""
+    """Say which posteriors are best over all checkpoints, and which diagnose recommends for each."""
     first = lowest_in_words(comparison, len(subjects))
     used: dict[str, list[str]] = {}
     predicting: dict[str, list[str]] = {}
@@ -167,7 +167,7 @@ _MOST_NAMED = 12  # checkpoints
 
 
 def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
-    """Which posteriors have the lowest NLL, as far as tests can tell."""
+    """Say which posteriors have the lowest NLL, as far as tests can tell."""
     place = next((place for place, one in enumerate(comparison.columns) if one.row["name"] == "nll"), None)
     samples = [] if place is None else [entry.samples for entry in comparison.columns[place].entries]
     known = [row for row, sample in enumerate(samples) if sample is not None]
@@ -187,16 +187,16 @@ def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
 
 
 def _of_each(found: Mapping[str, list[str]]) -> str:
-    """Names, each with the checkpoints that it is for."""
+    """List names, each with its checkpoints."""
     return "; ".join(f"{name} for {listed_in_words(where, most=_MOST_NAMED)}" for name, where in found.items())
 
 
 def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: str) -> str:
-    """What the numbers of different checkpoints differ by, in a sentence or two.
+    """Say what makes the numbers of different checkpoints differ, in a sentence or two.
 
     Args:
-        posteriors: whose predictions are compared, by name.
-        split: that they are compared on.
+        posteriors: names of the posteriors compared.
+        split: split they are compared on.
     """
     named = listed_in_words([subject.name for subject in subjects], most=_MOST_NAMED)
     weights = {header.weights_digest for one in subjects if (header := _any_features(one)) is not None}
@@ -224,7 +224,7 @@ _SPLITS = {"train": "training examples", "val": "validation examples"}
 
 
 def _examples(subjects: Sequence[Subject], shown: str) -> list[str]:
-    """The splits whose examples are not the same; those of ready features tell nothing."""
+    """Return the splits with different examples. Splits of ready features cannot be compared."""
     found = []
     for split, what in {**_SPLITS, shown: f"examples of {shown}"}.items():
         headers = [_features(subject, split) for subject in subjects if _model(subject)]
@@ -249,7 +249,7 @@ _MOST_DIFFERENCES = 4  # posteriors whose options differ
 
 
 def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str]:
-    """The posteriors that were not made with the same options, with the first difference of each."""
+    """Return the posteriors that were fitted with different options, with the first difference of each."""
     first, *others = subjects
     found = []
     for name in dict.fromkeys(posteriors):
@@ -265,13 +265,13 @@ def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str
 
 
 def _params(header: Header) -> dict[str, Any]:
-    """The options that change what a posterior is, but for the seed, which is chance."""
+    """Return the options that define a posterior, except for the seed."""
     with interpreting(header.path):
         return {name: value for name, value in header.provenance["params"].items() if name != "seed"}
 
 
 def _model(subject: Subject) -> Any:
-    """The model that features were made by; None where they came ready."""
+    """Return the model that computed features; None for ready features."""
     header = _any_features(subject)
     if header is None:
         return None
@@ -289,7 +289,7 @@ def _features(subject: Subject, split: str) -> Header | None:
 
 
 def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
-    """The file, of at most MOST_BYTES: where all would be more, the least important sections are left out, and it says so."""
+    """Return the page, of at most MOST_BYTES. If it would be larger, leave out the least important sections and say so."""
     names = [run.checkpoint_path.name for run in runs]
     what = listed_in_words(names) if len(names) <= 3 else counted(len(names), "checkpoint")
     lead = f"bnncli {__version__}, results of {_newest(runs)}"
@@ -308,7 +308,7 @@ def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping
 
 
 def _newest(runs: Sequence[Run]) -> str:
-    """When the newest posterior or prediction that can be read was made, to the minute."""
+    """Return the time of the newest readable posterior or prediction, to the minute."""
     found = []
     for run in runs:
         for path in (*run.folder.posteriors(), *run.folder.prediction_files()):
@@ -334,7 +334,7 @@ _LEAST = (
 
 
 def _importance(section: Section) -> float:
-    """The place of a section among those that are left out of a page that is too large: the lowest goes first."""
+    """Return a section's importance. The lowest is left out first of a page that is too large."""
     name = section.name.rpartition("-")[2]
     return _LEAST.index(name) if name in _LEAST else len(_LEAST)
 
@@ -350,7 +350,7 @@ _MOST_TOLD = 12  # sections that are left out
 
 
 def _titles(gone: Sequence[Section]) -> str:
-    """The sections that are left out, some by their titles, as the subject of a sentence, with its verb."""
+    """Return the sections left out, some by title, as the subject of a sentence with its verb."""
     titles = [f"\N{LEFT DOUBLE QUOTATION MARK}{section.title}\N{RIGHT DOUBLE QUOTATION MARK}" for section in gone]
     rest = len(titles) - _MOST_TOLD
     shown = titles[:_MOST_TOLD] + ([counted(rest, "more part")] if rest > 0 else [])
