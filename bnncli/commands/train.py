@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli import data
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import RECORDED_NETWORK, TRAINED_KIND, write_trained
-from bnncli.data.labels import FROM_1
+from bnncli.data.labels import FROM_1, alphabetical_numbering, common_task
 from bnncli.data.pixels import Augmentation
 from bnncli.data.splits import InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
@@ -285,11 +284,11 @@ def run(run: Run, options: TrainOptions) -> Result:
         )
     }
     for split in splits.values():
-        if (order := data.alphabetical_numbering(split)) is not None:
+        if (order := alphabetical_numbering(split)) is not None:
             run.console.info(order)
         if not split.is_labeled:
             raise UsageError(f"\0data\0 {split.name}: training and its scores need labels, but {split.spec} has none")
-    likelihood = data.common_task({split.spec: split.shown_labels for split in splits.values()}, options.task)
+    likelihood = common_task({split.spec: split.shown_labels for split in splits.values()}, options.task)
     requests = [
         _request(run, options, target, seed, list(splits.values()), likelihood) for seed, target in targets.items()
     ]
@@ -493,7 +492,7 @@ def _targets(run: Run, options: TrainOptions) -> dict[int, Path]:
 
 
 def _request(
-    run: Run, options: TrainOptions, target: Path, seed: int, splits: list[data.InputSplit], likelihood: str | None
+    run: Run, options: TrainOptions, target: Path, seed: int, splits: list[InputSplit], likelihood: str | None
 ) -> Request:
     sources = {source.role: source for split in splits for source in user_sources(options, split, None)}
     names = sorted(split.name for split in splits)

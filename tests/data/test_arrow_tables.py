@@ -351,7 +351,7 @@ def test_a_missing_library_is_told_with_what_installs_it(tmp_path: Path) -> None
     code = f"""
 import sys
 sys.modules["pyarrow"] = None
-from bnncli.data import load_split
+from bnncli.data.splits import load_split
 from bnncli.errors import UsageError
 try:
     load_split({spec!r})

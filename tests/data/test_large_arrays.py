@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from scipy.io import loadmat, savemat
 
-from bnncli import data
 from bnncli.data import arrays as _arrays
 from bnncli.data.arrays import read_mat, read_npz
+from bnncli.data.splits import load_split
 from bnncli.errors import BnnError, DataError
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries]
@@ -44,7 +44,7 @@ def test_an_array_that_lies_as_it_is_is_mapped_and_others_are_read() -> None:
         found = read_npz(Path(f"{name}.npz"), ["x"])["x"]
         np.testing.assert_array_equal(found, ROWS)
         assert is_mapped(found) == is_there
-    split = data.load_split("npz:plain.npz")
+    split = load_split("npz:plain.npz")
     assert is_mapped(split.dataset.inputs)  # type: ignore[attr-defined]
     np.testing.assert_array_equal(next(split.batches(4)).inputs.numpy(), ROWS[:4])  # type: ignore[union-attr]
 

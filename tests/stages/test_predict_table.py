@@ -17,7 +17,6 @@ from problems.image_runs import draw, make_run, rows
 from problems.outputs import table_rows
 from scipy import stats
 
-from bnncli import data
 from bnncli.artifacts import hdf5
 from bnncli.artifacts.features import encode_names, read_features
 from bnncli.artifacts.files import read_header
@@ -25,6 +24,7 @@ from bnncli.artifacts.outputs import TableBlock, is_table, unescape_formula, wri
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands.predict import table as predict_table
 from bnncli.commands.predict.table import parse_merges
+from bnncli.data.splits import load_split
 from bnncli.errors import DataError, UsageError
 
 BRIDGE = ("--posterior", "laplace", "--integrator", "bridge", "--integrator", "mc")
@@ -506,9 +506,9 @@ def test_features_without_names_are_read_as_ever(cli: Cli, small_run: Path) -> N
 
 def test_the_order_digest_of_images_is_what_it_was(tmp_path: Path) -> None:
     draw_images(tmp_path / "images", ["b.png", "a.png"])
-    assert data.load_split(f"images:{tmp_path}/images").names == ["a.png", "b.png"]
+    assert load_split(f"images:{tmp_path}/images").names == ["a.png", "b.png"]
     expected = "bnn-sha256/1:fb2bdd588a7f465bedeba3c38c5d9e26dd38a14eafa6b00b444869b897dfa9e2"  # before names were kept
-    assert data.load_split(f"images:{tmp_path}/images").content_digest() == expected
+    assert load_split(f"images:{tmp_path}/images").content_digest() == expected
 
 
 def test_names_of_ready_features_travel_too(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
@@ -528,7 +528,7 @@ def test_a_dataset_of_yours_may_name_its_examples(tmp_path: Path) -> None:
         "    def __getitem__(self, i):\n        return torch.ones(3)\n"
     )
     (tmp_path / "two_rows.py").write_text(code.format(count=2))
-    assert data.load_split(f"py:{tmp_path}/two_rows.py:Rows").names == ["x", "y"]
+    assert load_split(f"py:{tmp_path}/two_rows.py:Rows").names == ["x", "y"]
     (tmp_path / "three_rows.py").write_text(code.format(count=3))
     with pytest.raises(DataError, match="has 2 names, but there are 3 examples"):
-        data.load_split(f"py:{tmp_path}/three_rows.py:Rows")
+        load_split(f"py:{tmp_path}/three_rows.py:Rows")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli import data
 from bnncli.artifacts.atomic import publish_bytes, publish_together
 from bnncli.artifacts.exports import KIND, write_export
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.outputs import check_side_output
 from bnncli.artifacts.posteriors import DecisionFile, write_tensors
-from bnncli.data.splits import Inputs
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import Inputs, InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
 from bnncli.evaluation.detectors import DEFAULT_SCORE
@@ -192,10 +192,10 @@ class GoesIn:
     trunk: nn.Module | None
     preprocessing: str
     stored: Tensor | None = None
-    split: data.InputSplit | None = None
+    split: InputSplit | None = None
     is_raw: bool = False
 
-    def batches(self, most: int | None = None, *, size: int = BATCH) -> Iterator[data.Inputs]:
+    def batches(self, most: int | None = None, *, size: int = BATCH) -> Iterator[Inputs]:
         """Inputs (B, ...) of the rows in order, at most so many of them, B at once."""
         count = len(self.rows) if most is None else min(most, len(self.rows))
         if self.stored is not None:
@@ -213,14 +213,14 @@ class GoesIn:
             tensor = torch.as_tensor(np.ascontiguousarray(raw) if isinstance(raw, np.ndarray) else raw)
             yield tensor.float() if tensor.is_floating_point() else tensor
 
-    def first(self, count: int) -> data.Inputs:
+    def first(self, count: int) -> Inputs:
         """So many inputs: the first rows, from the start again where there are fewer."""
         found = next(self.batches(count, size=count))
         if isinstance(found, dict):
             return {name: one[torch.arange(count) % len(one)] for name, one in found.items()}
         return found[torch.arange(count) % len(found)]
 
-    def described(self, example: data.Inputs) -> list[dict[str, Any]]:
+    def described(self, example: Inputs) -> list[dict[str, Any]]:
         """As files say it, one entry an input."""
         from bnncli.export.graphs import has_length
 
@@ -284,7 +284,7 @@ def inputs_in(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> 
     return GoesIn(INPUTS, rows, trunk, words, split=chosen, is_raw=is_raw)
 
 
-def _check_padding(split: data.InputSplit) -> None:
+def _check_padding(split: InputSplit) -> None:
     """Pass where the network takes a batch as it is. Raises DataError where it sees each example without its padding."""
     if next(split.take(np.arange(1)).batches(1)).lengths is not None:
         raise DataError(
@@ -294,20 +294,20 @@ def _check_padding(split: data.InputSplit) -> None:
         )
 
 
-def _is_inside(split: data.InputSplit) -> bool:
+def _is_inside(split: InputSplit) -> bool:
     """Whether stored inputs can go in: arrays that no image library has to decode or resize."""
     done, is_sized = split.preprocess, split.dataset.is_sized
     is_plain = done.transform is None and split.shift is None and split.items == "arrays"
     return is_plain and (is_sized or (done.resize is None and done.crop is None)) and not _is_named(split)
 
 
-def _is_named(split: data.InputSplit) -> bool:
+def _is_named(split: InputSplit) -> bool:
     """Whether an example is several arrays by name."""
     dataset: Any = getattr(split.dataset, "opened", split.dataset)
     return isinstance(dataset.read(split.rows[:1])[0], Mapping)
 
 
-def _in_words(done: data.Preprocess) -> str:
+def _in_words(done: Preprocess) -> str:
     parts = ["uint8 to [0, 1], channels first"]
     parts += [f"mean {', '.join(map(str, done.mean))}"] if done.mean else []
     parts += [f"std {', '.join(map(str, done.std))}"] if done.std else []

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli import data
 from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, encode_names, head_digest, read_features
 from bnncli.artifacts.posteriors import gradient_passes, write_posterior
 from bnncli.artifacts.provenance import Source
@@ -26,6 +25,9 @@ from bnncli.commands.extract_features.splits import (
     split_request,
     without_rows,
 )
+from bnncli.data.arrays import FeatureArrays, read_feature_arrays
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, hold_out
 from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import BINARY, likelihood_of, name_to_record
 from bnncli.numerics.digests import json_sha256, tensor_digest
@@ -113,9 +115,7 @@ def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     return combine_results(run, settle(run, works, also=also))
 
 
-def open_ready_splits(
-    options: ExtractFeaturesOptions, *, seed: int
-) -> tuple[list[data.InputSplit], data.FeatureArrays]:
+def open_ready_splits(options: ExtractFeaturesOptions, *, seed: int) -> tuple[list[InputSplit], FeatureArrays]:
     """Open every split of --from-npz FILE, train first.
 
     Args:
@@ -143,18 +143,18 @@ def open_ready_splits(
         if value:
             raise UsageError(f"{flag} needs a network; --from-npz takes finished features")
     assert options.from_npz is not None
-    arrays = data.read_feature_arrays(Path(options.from_npz), unlabeled=options.ood, task=options.task)
+    arrays = read_feature_arrays(Path(options.from_npz), unlabeled=options.ood, task=options.task)
     for name in options.ood:
         if name not in arrays.splits:
             raise UsageError(
                 f"--ood: expected one of the splits in --from-npz ({', '.join(arrays.splits)}); got {name!r}"
             )
     splits = {
-        check_split_name(name, "--from-npz"): data.InputSplit(
+        check_split_name(name, "--from-npz"): InputSplit(
             f"{options.from_npz}:features_{name}",
             dataset,
             np.arange(len(dataset)),
-            data.Preprocess(),
+            Preprocess(),
             dataset.is_labeled,
             name=name,
             is_ood=name in options.ood,
@@ -162,11 +162,11 @@ def open_ready_splits(
         for name, dataset in arrays.splits.items()
     }
     for text in options.hold_out:
-        splits = data.hold_out(splits, text, seed=seed)
+        splits = hold_out(splits, text, seed=seed)
     return sorted(splits.values(), key=lambda split: split.name != "train"), arrays
 
 
-def head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> ReadyHead | None:
+def head_of_run(run: Run, splits: list[InputSplit], num_features: int) -> ReadyHead | None:
     """Return the head of the run's other splits, for an npz file without one; None where they have none.
 
     Raises:
@@ -192,7 +192,7 @@ def head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> R
 def _compute_split(
     run: Run,
     options: ExtractFeaturesOptions,
-    split: data.InputSplit,
+    split: InputSplit,
     head: ReadyHead | None,
     num_classes: int,
     likelihood: str | None,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli import data
 from bnncli.artifacts.features import DataFacts, FeatureFile, encode_names
 from bnncli.commands.extract_features.splits import (
     check_same_head,
@@ -312,7 +311,7 @@ class NetworkExtraction:
         self._network = cache(self._open_network)
 
     @cached_property
-    def splits(self) -> list[data.InputSplit]:
+    def splits(self) -> list[InputSplit]:
         """Return the splits, opened and checked, train first. Raises what open_splits raises."""
         return open_splits(
             self.options,
@@ -386,7 +385,7 @@ class NetworkExtraction:
             recorded = self._network().record
         return recorded
 
-    def _extract(self, split: data.InputSplit, request: Request) -> Computed:
+    def _extract(self, split: InputSplit, request: Request) -> Computed:
         run, network = self.run, self._network()
         if network.record != self._record:
             message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
@@ -403,7 +402,7 @@ class NetworkExtraction:
         computed.summary.extend([*data_notes(split), *input_notes(split, content)])
         return computed
 
-    def _params(self, split: data.InputSplit) -> dict[str, Any]:
+    def _params(self, split: InputSplit) -> dict[str, Any]:
         """Return the parameters that change the numbers of one split's features."""
         options, seed = self.options, self.run.compute.seed
         return {

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli import data
 from bnncli.artifacts.atomic import check_free_space
 from bnncli.artifacts.features import FeatureFile, check_split, head_digest, read_features, write_features
 from bnncli.artifacts.files import read_header
@@ -27,7 +26,9 @@ from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, trained_header
 from bnncli.artifacts.provenance import Source
 from bnncli.commands.inspect import recognised_model
+from bnncli.data.labels import alphabetical_numbering, columns_of_classes, common_task, is_multi_label
 from bnncli.data.shift import Shift
+from bnncli.data.splits import InputSplit
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
 from bnncli.models import PublishedModel, SavedModel, is_kind
@@ -120,7 +121,7 @@ def _own_code_line(run: Run) -> CommandLine | None:
 
 
 def class_names(
-    splits: list[data.InputSplit], num_classes: int, saved: SavedModel | None, given: tuple[str, ...] | None
+    splits: list[InputSplit], num_classes: int, saved: SavedModel | None, given: tuple[str, ...] | None
 ) -> list[str]:
     """Return the names given, else the model's, the data's or the published weights', else 0, 1, 2, ...
 
@@ -152,16 +153,16 @@ def class_names(
     return [str(index) for index in range(num_classes)] if published is None else list(published)
 
 
-def data_notes(split: data.InputSplit) -> list[str]:
+def data_notes(split: InputSplit) -> list[str]:
     """Return notes on files left out, rows without labels, how class names were numbered, and columns that look like labels."""
     note = getattr(split.dataset, "note", "")
     return [*([f"{split.name}: {note}"] if note else []), *_label_notes(split)]
 
 
-def _label_notes(split: data.InputSplit) -> list[str]:
-    if (order := data.alphabetical_numbering(split)) is not None:
+def _label_notes(split: InputSplit) -> list[str]:
+    if (order := alphabetical_numbering(split)) is not None:
         return [f"{order}; set another order with \0classes\0 FILE or a,b,c"]
-    columns = "+".join(data.columns_of_classes(split))
+    columns = "+".join(columns_of_classes(split))
     note = (
         f"{split.name}: no label columns were named, but some columns have the model's class names; to use them as "
         f"labels, add label={columns}"
@@ -169,7 +170,7 @@ def _label_notes(split: data.InputSplit) -> list[str]:
     return [note] if columns else []
 
 
-def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
+def input_notes(split: InputSplit, content: FeatureFile) -> list[str]:
     """Return notes on inputs that the model's own preprocessing truncated or passed through."""
     transform = split.preprocess.transform
     if transform is None:
@@ -195,7 +196,7 @@ def likelihood_of_splits(
     run: Run,
     options: ExtractFeaturesOptions,
     saved: SavedModel | None,
-    splits: list[data.InputSplit],
+    splits: list[InputSplit],
 ) -> str | None:
     """Return the likelihood's name, from --task, the model, the labels or the run's other splits.
 
@@ -207,7 +208,7 @@ def likelihood_of_splits(
     task = options.task or (MULTILABEL if model_task == MULTILABEL else None)
     if model_task is not None:
         _check_model_task(model_task, labels)
-    found = data.common_task(labels, task)
+    found = common_task(labels, task)
     if task == BINARY and options.model == NO_NETWORK:
         return BINARY
     return found if task is not None else likelihood_beside(run, found, [split.name for split in splits], labels)
@@ -222,7 +223,7 @@ def _check_model_task(task: str, labels: Mapping[str, np.ndarray | None]) -> Non
                 hint="name one column per label (label=A+B), or add \0task\0 multiclass",
                 code="bad_labels",
             )
-        if task == "multiclass" and data.is_multi_label(array):
+        if task == "multiclass" and is_multi_label(array):
             raise DataError(
                 f"{where}: examples have several labels, but the model was trained for one class",
                 hint=f"add \0task\0 {MULTILABEL} to treat each output as its own label",

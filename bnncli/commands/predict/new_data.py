@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli import data
 from bnncli.artifacts.atomic import check_writable, publish_bytes, write_error
 from bnncli.artifacts.features import FeatureFile, read_features
 from bnncli.artifacts.headers import interpreting
@@ -43,7 +42,9 @@ from bnncli.commands.predict.table import (
     shift_text,
 )
 from bnncli.data.kinds.images import image_dataset
-from bnncli.data.pixels import SUFFIXES
+from bnncli.data.labels import alphabetical_numbering, match_classes
+from bnncli.data.pixels import SUFFIXES, ImageCounts, Preprocess
+from bnncli.data.splits import InputSplit, load_split, parse_split
 from bnncli.errors import BnnError, DataError, MissingInput, OutputExists, ReadError, UsageError, WriteError
 from bnncli.evaluation.decisions import ShiftRule
 from bnncli.evaluation.detection import ExampleScores
@@ -259,46 +260,46 @@ class NewData:
         return self.makers[0].predictor.train.reader
 
     @property
-    def preprocess(self) -> data.Preprocess:
+    def preprocess(self) -> Preprocess:
         """Return the preprocessing of the run's inputs."""
-        found: data.Preprocess = self.reader.recorded.preprocess
+        found: Preprocess = self.reader.recorded.preprocess
         return found
 
     def check_trusted(self, text: str, flag: str) -> None:
         """Raise UsageError where SPLIT=SPEC names code and --trust-code is not given."""
-        _, spec = data.parse_split(text, option=flag)
+        _, spec = parse_split(text, option=flag)
         if spec.partition(":")[0] == "py" and not self.reader.trusts_code:
             raise UsageError(f"{flag}: {spec!r} is code; if it is yours or you have read it, add \0trust_code\0")
 
-    def split(self, text: str, flag: str) -> data.InputSplit:
+    def split(self, text: str, flag: str) -> InputSplit:
         """Open the data of SPLIT=SPEC, with labels as outputs of the network; without labels for --ood.
 
         Raises:
             UsageError, MissingInput, DataError, Untrusted: the data cannot be read, or labels name unknown classes.
         """
         self.check_trusted(text, flag)
-        name, spec = data.parse_split(text, option=flag)
+        name, spec = parse_split(text, option=flag)
         if spec == STDIN:
             return self.images(name, spec, Path(), _read_names_from_stdin())
         with about_given_data():
-            opened = data.load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
+            opened = load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
         if flag == "\0ood\0":
             return opened.as_ood()
         are_names = self.classes != [str(index) for index in range(len(self.classes))]
-        split = data.match_classes(opened, tuple(self.classes) if are_names else None)
-        if (order := data.alphabetical_numbering(split)) is not None:
+        split = match_classes(opened, tuple(self.classes) if are_names else None)
+        if (order := alphabetical_numbering(split)) is not None:
             self.run.console.info(order)
         return split
 
-    def images(self, name: str, spec: str, folder: Path, files: Sequence[str]) -> data.InputSplit:
+    def images(self, name: str, spec: str, folder: Path, files: Sequence[str]) -> InputSplit:
         """Open image files without labels."""
         transform = self.preprocess.transform
         if transform is not None and transform.takes != "images":
             raise DataError(f"the run's network takes {transform.takes}, not image files", code="wrong_inputs")
         dataset = image_dataset(folder, files, None, None, self.preprocess)
-        return data.InputSplit(spec, dataset, np.arange(len(files)), self.preprocess, is_labeled=False, name=name)
+        return InputSplit(spec, dataset, np.arange(len(files)), self.preprocess, is_labeled=False, name=name)
 
-    def blocks(self, split: data.InputSplit, *, first_id: int = 0) -> Iterator[TableBlock]:
+    def blocks(self, split: InputSplit, *, first_id: int = 0) -> Iterator[TableBlock]:
         """Yield the table's rows for a split as they are predicted. Sample ids count from first_id."""
         names = split.names
         task = self.run.console.task(f"predict {split.name}", len(split))
@@ -315,7 +316,7 @@ class NewData:
             task.advance(stop - start)
             start = stop
 
-    def _extract(self, split: data.InputSplit) -> Iterator[ExtractedFeatures]:
+    def _extract(self, split: InputSplit) -> Iterator[ExtractedFeatures]:
         """Yield features and labels of BLOCK examples at a time."""
         if split.name in self.kept:
             yield from _read_blocks(self.kept[split.name])
@@ -328,7 +329,7 @@ class NewData:
                 split, head, batch_size=BATCH_SIZE, dtype=recorded.dtype, num_workers=0, first_row=0, num_logits=0
             )
             held: list[ExtractedFeatures] = []
-            images = data.ImageCounts()
+            images = ImageCounts()
             for batch in batches:
                 self._compare(split, batch)
                 if (warning := padding_warning(split.name, batch.padding)) is not None:
@@ -343,7 +344,7 @@ class NewData:
             if held:
                 yield _concatenate(held)
 
-    def _compare(self, split: data.InputSplit, batch: ExtractedFeatures) -> None:
+    def _compare(self, split: InputSplit, batch: ExtractedFeatures) -> None:
         """Warn once where the inputs of a split, as far as read, differ from those of the run."""
         if batch.inputs is None or split.name in self._warned:
             return
@@ -366,7 +367,7 @@ class NewData:
     def _predict(
         self,
         maker: Maker,
-        split: data.InputSplit,
+        split: InputSplit,
         rows: slice,
         extracted: ExtractedFeatures,
         first_id: int,
@@ -736,7 +737,7 @@ def _recorded_options(recorded: RecordedNetwork) -> ExtractFeaturesOptions:
 def _named_data(options: PredictOptions) -> list[tuple[str, str]]:
     """Return each SPLIT=SPEC of new data with its option. Raises UsageError where two have the same name."""
     found = [*((text, "\0data\0") for text in options.data), *((text, "\0ood\0") for text in options.ood)]
-    names = [data.parse_split(text, option=flag)[0] for text, flag in found]
+    names = [parse_split(text, option=flag)[0] for text, flag in found]
     twice = [flag for place, (_, flag) in enumerate(found) if names[place] in names[:place]]
     if twice:
         raise UsageError(f"{twice[0]}: two splits have the same name")

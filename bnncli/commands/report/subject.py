@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from bnncli import data, registry
+from bnncli import registry
 from bnncli.artifacts.features import read_sample_ids
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import carries_our_mark
@@ -27,7 +27,7 @@ from bnncli.commands.diagnose import DiagnoseOptions, Judgement, judge
 from bnncli.commands.status import StatusOptions
 from bnncli.commands.verify import check_artifact
 from bnncli.data.pixels import Preprocess
-from bnncli.data.splits import InputSplit
+from bnncli.data.splits import InputSplit, open_stored
 from bnncli.errors import DAMAGED_HINT, NOT_OF_CONTENT, BnnError, DataError, MissingInput
 from bnncli.evaluation.curves import BinnedConfidence, PredictedRow, bin_confidence
 from bnncli.evaluation.detectors import usual_score
@@ -541,7 +541,7 @@ def _open(subject: Subject, split: str) -> _Stored:
             f"the inputs of {split} are read by code, which is not executed",
             hint="add \0trust_code\0 if the code is yours",
         )
-    dataset, rows = data.open_stored(spec), read_sample_ids(path)
+    dataset, rows = open_stored(spec), read_sample_ids(path)
     return _Stored(_as_predicted(header, spec, dataset, rows))
 
 
