@@ -1,7 +1,7 @@
-"""Runs as Python sees them: what `bnncli.open` gives, and what that gives. Nothing here writes a file.
+"""Python interface to runs: `bnncli.open` and the objects it returns. It writes no files.
 
-The work is that of the commands: what they read is checked as they check it, and what they store of a prediction is what
-is given here for the same features. torch is imported when something is computed.
+The work is shared with the commands: inputs are checked in the same way, and predictions match those stored for the
+same features. torch is imported on the first computation.
 """
 
 from __future__ import annotations

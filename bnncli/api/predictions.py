@@ -1,4 +1,4 @@
-"""A posterior of an opened run: its mean, draws of its weights, and what it predicts for features."""
+"""A posterior of an opened run: its mean, draws of its weights, and predictions for features."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class ClassProbabilities:
 
 
 def check_request(integrator: str | None, samples: int | None, settings: Mapping[str, Any]) -> PredictOptions:
-    """The options of predict that the keywords of a call are, values checked.
+    """Return the options of predict for a call's keywords, with checked values.
 
     Raises:
-        UsageError: an integrator or a setting that there is not, or a value that it does not take.
+        UsageError: an integrator or setting does not exist, or a value is not allowed.
     """
     if integrator is not None:
         registry.check_name("integrators", checked_text("integrator", integrator), option="\0integrator\0")
@@ -77,7 +77,11 @@ def check_request(integrator: str | None, samples: int | None, settings: Mapping
 
 
 def _value(name: str, value: object, kind: type) -> Any:
-    """A setting's value in its own type. Raises UsageError unless it is of that type."""
+    """Return a setting's value in its own type.
+
+    Raises:
+        UsageError: the value has another type.
+    """
     if kind is bool:
         if not isinstance(value, bool):
             raise UsageError(f"\0{name}\0: expected True or False; got {value!r}"[:300])
@@ -91,10 +95,10 @@ def _value(name: str, value: object, kind: type) -> Any:
 
 
 def choose(options: PredictOptions, header: Header, num_classes: int) -> IntegratorChoice:
-    """The integrator that predicts with a posterior: the one named, else the posterior's default.
+    """Return the named integrator, or the posterior's default.
 
     Raises:
-        UsageError: it does not work for this posterior, or has not a setting that was given.
+        UsageError: it does not fit this posterior, or lacks a given setting.
     """
     choices, refusals = AskedIntegrators.of(options, [header]).choices(header, num_classes)
     if refusals:
@@ -105,7 +109,7 @@ def choose(options: PredictOptions, header: Header, num_classes: int) -> Integra
 def predict(
     predictor: Predictor, choice: IntegratorChoice, features: Tensor, classes: tuple[str, ...]
 ) -> ClassProbabilities:
-    """The probabilities for features (N, D)."""
+    """Return the probabilities for features (N, D)."""
     predicted = predictor.predict(choice, features)
     found, ready = predicted.prediction, predicted.integrator
     return ClassProbabilities(
@@ -137,23 +141,23 @@ class OpenedPosterior:
 
     @property
     def type(self) -> str:
-        """Its type: point, gaussian, flow, samples, latent-binary or sparse."""
+        """Type of the posterior: point, gaussian, flow, samples, latent-binary or sparse."""
         return str(self._predictor.posterior.type)
 
     @property
     def method(self) -> str:
-        """The method that created it: map, laplace, refine, hmc, ..."""
+        """Method that created the posterior: map, laplace, refine, hmc, ..."""
         return str(self._predictor.header.meta.get("method"))
 
     @property
     def layout(self) -> ClassifierLayout:
-        """The layout of theta: its `parts` have the name, shape and place of each weight and bias."""
+        """Layout of theta: its `parts` have the name, shape and position of each weight and bias."""
         layout: ClassifierLayout = self._predictor.posterior.layout
         return layout
 
     @property
     def mean(self) -> Tensor:
-        """The mean of theta, (P,), in the stored type (float32 or float64); of 256 draws if it has no closed form (a flow)."""
+        """Mean of theta, (P,), in the stored type (float32 or float64); from 256 draws if it has no closed form (a flow)."""
         with self._session.computing():
             return self._predictor.mean_theta.clone()
 
@@ -176,7 +180,7 @@ class OpenedPosterior:
                 run.console.warn(f"asked for {num} draws, but {self.name} has only {stored}; returning all of them")
             self._predictor.require_memory(min(num, stored or num), option="num")
             draws: Tensor = self._predictor.posterior.sample(num, stream(chosen, "predict/draws"))
-            return draws.clone() if 0 < stored <= num else draws  # else they are those that the posterior keeps
+            return draws.clone() if 0 < stored <= num else draws  # never the posterior's own tensor
 
     def by_name(self, theta: Tensor) -> dict[str, Tensor]:
         """Split draws (..., P) into weights and biases by name, (..., *shape), as views.
@@ -213,12 +217,12 @@ class LoadedPredictor:
 
     @property
     def posterior(self) -> str:
-        """Its name."""
+        """Name of the posterior."""
         return self._predictor.path.stem
 
     @property
     def integrator(self) -> str:
-        """Its name, with settings that are not the default."""
+        """Name of the integrator, with settings that are not the default."""
         return self._choice.variant
 
     def __call__(self, x: Any) -> ClassProbabilities:
@@ -229,8 +233,8 @@ class LoadedPredictor:
 
         Raises:
             DataError: x is neither features nor inputs, or not finite.
-            UsageError: a DataLoader without batches.
-            Untrusted: the network is code, and `open` was not told so.
+            UsageError: the DataLoader has no batches.
+            Untrusted: the network is your own code, and `open` was called without `model`.
         """
         if not _is_loader(x):
             return self._of(x)
@@ -256,7 +260,7 @@ def _inputs_of(batches: Any) -> Iterator[Any]:
 
 
 def _joined(parts: list[ClassProbabilities]) -> ClassProbabilities:
-    """The examples of all batches, one after another."""
+    """Concatenate the examples of all batches."""
     first = parts[0]
     found = {spec.name: getattr(first, spec.name) for spec in fields(first)}
     for name, value in found.items():

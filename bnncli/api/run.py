@@ -50,17 +50,17 @@ if TYPE_CHECKING:
     from bnncli.session.run import Run
 
 
-BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of the command by default: sums depend on it
+BATCH_SIZE = ExtractFeaturesOptions.batch_size  # the command's default, because sums depend on it
 
 
 class InputNetwork(RecordedNetwork):
-    """The network that the features of a run were made by, for inputs of the caller's."""
+    """The network of a run's features, for the caller's inputs."""
 
     def features(self, inputs: Tensor | Items) -> Tensor:
-        """Features (N, D) of inputs (N, ...), or of N texts or images, on the CPU, in the type that the run's are stored in.
+        """Return features (N, D) of inputs (N, ...), or of N texts or images, on the CPU, in the run's type.
 
         Raises:
-            DataError, UsageError: the network cannot take them, or they are not finite.
+            DataError, UsageError: the network cannot take the inputs, or features are not finite.
         """
         split = self.split_of(inputs)
         try:
@@ -76,7 +76,11 @@ class InputNetwork(RecordedNetwork):
             raise DataError(message, code="wrong_inputs") from error
 
     def split_of(self, inputs: Tensor | Items) -> InputSplit:
-        """Inputs (N, ...), or N texts or images, as a split. Raises DataError where the network cannot take them."""
+        """Return inputs (N, ...), or N texts or images, as a split.
+
+        Raises:
+            DataError: the network cannot take them.
+        """
         if isinstance(inputs, Items):
             dataset: ArrayDataset | Items = inputs
             self._check_takes(inputs)
@@ -86,7 +90,11 @@ class InputNetwork(RecordedNetwork):
         return InputSplit("x", dataset, np.arange(len(inputs)), self.preprocess, is_labeled=False)
 
     def _check_takes(self, inputs: Items) -> None:
-        """Pass when the model makes its own inputs of such items. Raises DataError otherwise."""
+        """Check that the model has its own preprocessing for such items.
+
+        Raises:
+            DataError: it does not.
+        """
         transform = self.preprocess.transform
         if transform is None or transform.takes != inputs.items:
             takes = "arrays" if transform is None else transform.takes
@@ -166,7 +174,7 @@ class OpenedRun:
             if predictor.header.kind == "samples":
                 predictor.require_memory(0, option=None)
             with network_running(predictor):
-                _ = predictor.posterior  # read now: the file may be another one later
+                _ = predictor.posterior  # read now, because the file may change later
             return OpenedPosterior(self._session, predictor)
 
     def metrics(
@@ -281,13 +289,13 @@ class OpenedRun:
                 raise UsageError(message)
             layout = shared.posterior.layout
             predictor, choice = replace(shared), choose(options, shared.header, layout.num_classes)
-            predictor.__dict__["posterior"] = shared.posterior  # one in memory, and an integrator of its own
+            predictor.__dict__["posterior"] = shared.posterior  # shared weights, separate integrator
             predictor.ready(choice)
             classes = tuple(posterior_classes(run.folder, predictor.header))
             return LoadedPredictor(classes, self._session, predictor, choice, self._reader(run, layout.num_features))
 
     def _reader(self, run: Run, num_features: int) -> Callable[[Any], Tensor]:
-        """What makes features of a caller's features or inputs, the network opened once, when first inputs come."""
+        """Return a function from features or inputs to features; it opens the network once, on the first inputs."""
         opened: list[InputNetwork] = []
 
         def network() -> InputNetwork:
@@ -298,7 +306,7 @@ class OpenedRun:
         return lambda x: self._features(network, x, num_features)
 
     def _features(self, opened: Callable[[], InputNetwork], x: Any, num_features: int) -> Tensor:
-        """What a posterior takes, (N, D), of features or inputs."""
+        """Return features (N, D) from features or inputs."""
         given = as_items(x)
         tensor = as_tensor(x) if given is None else given
         if not isinstance(tensor, Items) and is_features(tensor, num_features):
@@ -317,7 +325,7 @@ class OpenedRun:
         return features
 
     def _inputs(self, run: Run, x: Any, predictor: Predictor) -> Tensor:
-        """What a posterior over other layers takes, (N, D), of inputs, or of a split by its name."""
+        """Return the inputs (N, D) of a posterior over other layers, from inputs or a split's name."""
         reader, layout = predictor.train.reader, predictor.posterior.layout
         if isinstance(x, str) and x in self.splits:
             return predictor.train.seen_by(predictor.header, load_split(run, x)).stored
@@ -337,13 +345,13 @@ class OpenedRun:
             raise DataError(message, code="wrong_inputs") from error
 
     def _layers_network(self, run: Run) -> RecordedNetwork:
-        """The run's network a second time: posteriors over other layers may change how it computes attention."""
+        """Return a second copy of the run's network, because posteriors over other layers may change its attention."""
         from bnncli.session.network import RecordedNetwork, network_header, open_recorded
 
         return open_recorded(RecordedNetwork, run, network_header(run), self._named_model())
 
     def _predictor(self, run: Run, name: str) -> Predictor:
-        """What predicts with a posterior, opened once as long as its file and that of train are the same."""
+        """Return the predictor of a posterior, reused while its file and that of train are unchanged."""
         self._forget_other_weights()
         path = find_named(run, checked_text("posterior", name), flag="\0posterior\0", otherwise=run.suggest("status"))
         header, _ = posterior_source(run, path, "posterior")
@@ -356,7 +364,7 @@ class OpenedRun:
         return known
 
     def _input_network(self, run: Run) -> InputNetwork:
-        """The run's network, loaded once as long as its features and its code are the same."""
+        """Return the run's network, reused while its features and code are unchanged."""
         from bnncli.session.network import network_header, open_recorded
 
         self._forget_other_weights()
@@ -364,7 +372,7 @@ class OpenedRun:
         return self._network
 
     def _named_model(self) -> str | None:
-        """The network as the caller named it, at its place from where the process is now."""
+        """Return the caller's network name, with its path relative to the current folder."""
         model = self._model
         if model is not None and ".py:" in model:
             model = self._session.placed(model)
@@ -375,7 +383,7 @@ class OpenedRun:
         return model
 
     def _forget_other_weights(self) -> None:
-        """What was made of a checkpoint that has changed since, or was named otherwise, is made anew."""
+        """Drop cached objects if the checkpoint has changed or was named otherwise."""
         now = self._session.folder, self._session.checkpoint_state
         if now != (self._folder, self._checkpoint_state):
             (self._folder, self._checkpoint_state), self._network = now, None
@@ -383,14 +391,14 @@ class OpenedRun:
 
 
 def _wanted(run: Run, posterior: str | None, integrator: str | None) -> tuple[str, str | None]:
-    """What auto recommends where neither was named, as `bnncli predict` has it; else the posterior, laplace by default."""
+    """Return auto's recommendation if neither was named, like `bnncli predict`; else the posterior, laplace by default."""
     if posterior is None and integrator is None and (found := recommended(run)) is not None:
         return found.posterior, found.integrator
     return posterior or "laplace", integrator
 
 
 def _train_digest(run: Run) -> str | None:
-    """Of the training split as it is now; None where there is none that can be read: who needs it is told when reading it."""
+    """Return the digest of the current training split; None if unreadable, which is reported to its readers."""
     try:
         return read_header(run.folder.features("train")).content_digest
     except BnnError:
@@ -405,7 +413,7 @@ def open_run(
     seed: int,
     model: str | None,
 ) -> OpenedRun:
-    """The run of a checkpoint, as `bnncli.open` gives it."""
+    """Open the run of a checkpoint for `bnncli.open`."""
     with errors_in_python():
         model = None if model is None else checked_text("model", model)
     return OpenedRun(open_session(ckpt, run_dir, device=device, seed=seed), model)

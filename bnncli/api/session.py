@@ -1,4 +1,4 @@
-"""The session of an opened run: every call sees the files as they are then, but weights are read once."""
+"""The session of an opened run: every call sees the current files, but weights are read once."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 
 def is_of_network(header: Header) -> bool:
-    """Whether the posterior with this header is over other layers than the last."""
+    """Return whether a posterior is over layers other than the last."""
     return header.meta.get("layers") is not None
 
 
 def network_running(predictor: Predictor) -> AbstractContextManager[object]:
-    """While a posterior over other layers is opened or predicts: its network may be the user's code. For others, nothing."""
+    """Return a context to open or use a posterior over other layers, whose network may be user code; empty for others."""
     if not is_of_network(predictor.header):
         return nullcontext()
     found = ExitStack()
@@ -63,15 +63,15 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def keywords(text: str) -> str:
-    """A message with a keyword for each option that it means: as samples."""
+    """Replace options in a message by keywords, such as samples."""
     return str(spelled(text, str))
 
 
 @contextmanager
 def errors_in_python() -> Iterator[None]:
-    """Errors of ours leave the block in the words of Python, what to do standing in a note that a traceback shows.
+    """Convert bnncli errors that leave the block to Python wording, with the hint as a note in the traceback.
 
-    Ctrl-C is nobody's error: a process that is not ours has it raised as KeyboardInterrupt, in code of the user's too.
+    Ctrl-C is not an error: if the signal handler is not ours, it is raised as KeyboardInterrupt, also from user code.
     """
     try:
         yield
@@ -89,9 +89,9 @@ def errors_in_python() -> Iterator[None]:
 
 
 def _say(error: BnnError) -> None:
-    """Put an error into the words of Python."""
+    """Convert an error's message to Python wording."""
     error.message = keywords(error.message)
-    shown = error.__cause__ is not None and error.code == "user_code"  # by Python itself, whatever a command would show
+    shown = error.__cause__ is not None and error.code == "user_code"  # Python shows the cause itself
     error.hint = None if error.hint is None or shown else keywords(error.hint)
     error.args = (error.message,)
     note = error.advice.removeprefix("; ")
@@ -101,7 +101,7 @@ def _say(error: BnnError) -> None:
 
 @contextmanager
 def exits_refused() -> Iterator[None]:
-    """Code that calls exit() inside the block does not end the process. Raises UsageError instead, as for a command."""
+    """Raise UsageError if code in the block calls exit(), as a command does, instead of ending the process."""
     try:
         yield
     except SystemExit as error:
@@ -109,42 +109,42 @@ def exits_refused() -> Iterator[None]:
 
 
 def _interruption(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The Ctrl-C that an error was made of; None for any other."""
+    """Return the Ctrl-C that caused an error, or None."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__
     return error
 
 
 class Listener:
-    """What a run talks to where nobody watches a terminal: warnings become Python's, the rest is not said."""
+    """Messages of a run without a terminal: warnings become Python warnings, the rest is dropped."""
 
     def __init__(self) -> None:
         self.options = CommonOptions(quiet=True)
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
-        """One warning a text, at the line of the caller's that asked."""
+        """Issue a Python warning once per text, at the caller's line."""
         text = keywords(text)
         if text not in self.warnings:
             self.warnings.append(text)
             warnings.warn(text, BnnWarning, stacklevel=_depth_of_caller())
 
     def debug(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def info(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def poll(self, where: str = "") -> None:
-        """Nothing: Python raises KeyboardInterrupt itself."""
+        """Do nothing: Python raises KeyboardInterrupt itself."""
 
     def task(self, name: str, total: int) -> Task:
-        """A task that reports nowhere."""
+        """Return a task without display."""
         return SILENT.task(name, total)
 
 
 def _depth_of_caller() -> int:
-    """How many calls up from `warn` the outermost line of this package was called, as warnings count them."""
+    """Return the stack level of this package's outermost frame above `warn`, as counted by warnings."""
     depth, found, frame = 1, 1, sys._getframe(1)
     while frame.f_back is not None:
         depth, frame = depth + 1, frame.f_back
@@ -153,14 +153,14 @@ def _depth_of_caller() -> int:
     return found + 1
 
 
-_WHERE = "x"  # what the argument is called
+_WHERE = "x"  # name of the argument
 
 
 def as_tensor(x: Any) -> Tensor:
-    """The tensor (N, ...) of what a caller gives, where it lies, in its own type.
+    """Return the tensor (N, ...) of the caller's array, on its device and in its type.
 
     Raises:
-        DataError: no array of numbers, fewer than two axes, no examples.
+        DataError: it is not an array of numbers, has fewer than two axes, or no examples.
     """
     tensor = _plain(x) if isinstance(x, torch.Tensor) else _of_array(x)
     if tensor.ndim < 2:
@@ -173,7 +173,7 @@ def as_tensor(x: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Texts, PIL images or clips of sound, for the preprocessing that a model brings: a data set without labels.
+    """Texts, PIL images or audio clips for a model with its own preprocessing, as a data set without labels.
 
     Attributes:
         items: texts, images or audio.
@@ -191,20 +191,20 @@ class Items:
         return len(self.given)
 
     def read(self, rows: np.ndarray) -> tuple[list[Any], None]:
-        """Those of the rows (n,)."""
+        """Return the items of the rows (n,)."""
         return [self.given[row] for row in rows.tolist()], None
 
     def identity(self, rows: np.ndarray, progress: Progress) -> None:
-        """None: only reading everything would tell."""
+        """Return None: identity would require reading everything."""
 
 
 def as_items(x: Any) -> Items | None:
-    """The texts, images or sound of what a caller gives; None where it is something else.
+    """Return the caller's texts, images or audio; None for anything else.
 
     Raises:
-        DataError: a single one, which is none of several; an array that is no wave.
+        DataError: a single item instead of a list, or an array that is not a waveform.
     """
-    from PIL import Image  # here, for its time
+    from PIL import Image  # slow to import
 
     def is_of(kind: type) -> Callable[[object], bool]:
         return lambda one: isinstance(one, kind)
@@ -225,19 +225,27 @@ def as_items(x: Any) -> Items | None:
 
 
 def is_features(tensor: Tensor, num_features: int) -> bool:
-    """Whether examples (N, ...) are features (N, D) of a head: real numbers in rows of its D; else they are inputs."""
+    """Return whether examples (N, ...) are features (N, D) of a head, that is floats in rows of D, rather than inputs."""
     return tensor.ndim == 2 and tensor.shape[1] == num_features and tensor.is_floating_point()
 
 
 def checked_features(features: Tensor) -> Tensor:
-    """Features (N, D) in float16 or float32, all finite. Raises DataError otherwise."""
+    """Return features (N, D) in float16 or float32.
+
+    Raises:
+        DataError: they are not finite.
+    """
     stored = features if features.dtype == torch.float16 else features.float()
     check_finite(stored)
     return stored
 
 
 def check_finite(tensor: Tensor) -> None:
-    """Pass when all of (N, ...) is finite. Raises DataError with the first row that is not."""
+    """Check that all of (N, ...) is finite.
+
+    Raises:
+        DataError: it is not; names the first such row.
+    """
     if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
         return
     bad = (~torch.isfinite(tensor)).flatten(1).any(dim=1).nonzero()
@@ -247,7 +255,7 @@ def check_finite(tensor: Tensor) -> None:
 
 
 def described(inputs: Tensor | Items) -> str:
-    """Shape and type of an array, or how many texts, images or clips, for messages."""
+    """Return shape and type of an array, or the number of texts, images or clips, for messages."""
     if isinstance(inputs, Items):
         return f"{len(inputs)} {'clips' if inputs.items == 'audio' else inputs.items}"
     return f"{str(inputs.dtype).removeprefix('torch.')} of shape {tuple(inputs.shape)}"
@@ -271,9 +279,7 @@ def _of_array(x: Any) -> Tensor:
     if array.dtype.kind not in "fui":
         raise _no_numbers(f"{type(x).__name__} of type {array.dtype}" if array.ndim else type(x).__name__)
     native = array.astype(np.float64 if array.dtype.itemsize > 8 else array.dtype.newbyteorder("="), copy=False)
-    return torch.from_numpy(
-        np.require(native, requirements=("C", "W"))
-    )  # torch takes no array that it may not write to
+    return torch.from_numpy(np.require(native, requirements=("C", "W")))  # torch rejects read-only arrays
 
 
 def _no_numbers(what: str) -> DataError:
@@ -281,11 +287,11 @@ def _no_numbers(what: str) -> DataError:
 
 
 class Session:
-    """What the calls on one opened run share."""
+    """Shared state of the calls on one opened run."""
 
     def __init__(self, ckpt: str, run_dir: str | None, *, device: str, seed: int) -> None:
         self._ckpt, self._run_dir = ckpt, run_dir
-        self._home = os.getcwd()  # relative paths are of this folder
+        self._home = os.getcwd()  # base of relative paths
         self._here: str | None = self._home
         self._compute = ComputeOptions(seed=seed, device=device)
         self._state: State | None = None
@@ -294,20 +300,20 @@ class Session:
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run lies."""
+        """Return the run folder."""
         self._look_where_we_are()
         return self._run.folder
 
     @property
     def checkpoint_state(self) -> State | None:
-        """Of the checkpoint's file as the last call saw it; what is kept of its weights is good for this one alone."""
+        """Return the state of the checkpoint's file at the last call; cached weights are only valid for it."""
         return self._state
 
     @contextmanager
     def asking(self, *, allow_stale: bool = False) -> Iterator[Run]:
-        """A run that has seen no file yet, for one call; errors leave it in the words of Python.
+        """Yield a run without cached files for one call; convert errors to Python wording.
 
-        Calls of other threads wait: what one allows holds for no other.
+        Calls from other threads wait, because permissions apply to one call only.
         """
         with self._lock, errors_in_python(), remember_checks():
             self._look_where_we_are()
@@ -321,7 +327,7 @@ class Session:
 
     @contextmanager
     def computing(self, *, allow_stale: bool = False) -> Iterator[Run]:
-        """The same for a call that computes: torch is set as for a command, and afterwards as it was."""
+        """Yield a run for a call that computes; torch is configured as for a command, and restored afterwards."""
         with self.asking(allow_stale=allow_stale) as run, keep_settings():
             configure_torch(threads=None, deterministic=False)
             select_device(run.device)
@@ -329,17 +335,17 @@ class Session:
 
     @contextmanager
     def computing_as_loaded(self) -> Iterator[None]:
-        """For a call that computes with what is loaded, and asks nothing of any file."""
+        """Return a context for a call that computes with loaded objects and reads no files."""
         with self._lock, errors_in_python(), keep_settings():
             configure_torch(threads=None, deterministic=False)
             yield
 
     def placed(self, path: str) -> str:
-        """A path as it was given, where the process is still in the folder that it was given in; else the whole path."""
+        """Return a path as given if the process is still in the same folder, else its absolute path."""
         return path if self._here == self._home else os.path.join(self._home, path)
 
     def _look_where_we_are(self) -> None:
-        """Begin again when the process has gone to another folder."""
+        """Reset the session if the process has changed its folder."""
         here = _here()
         if here != self._here:
             self._here = here
@@ -359,12 +365,12 @@ class Session:
 
 
 def open_session(ckpt: str | PathLike[str], run_dir: str | PathLike[str] | None, *, device: str, seed: int) -> Session:
-    """The session of a run that is there.
+    """Return the session of an existing run.
 
     Raises:
-        MissingInput: there is none; with the command that makes it, where there is a checkpoint.
-        UsageError: an argument of another type.
-        DeviceError: a device that was named is not there.
+        MissingInput: there is none; names the command that creates it if there is a checkpoint.
+        UsageError: an argument has the wrong type.
+        DeviceError: a named device is not available.
     """
     with errors_in_python():
         folder = None if run_dir is None else _path("run_dir", run_dir)
@@ -383,11 +389,15 @@ def _require_run(run: Run) -> None:
     raise run.no_run()
 
 
-MOST = 2**31 - 1  # of anything that is counted
+MOST = 2**31 - 1  # largest count
 
 
 def checked_count(name: str, value: object) -> int:
-    """The positive whole number that an argument is. Raises UsageError unless it is one that can be counted to."""
+    """Return an argument as a positive integer.
+
+    Raises:
+        UsageError: it is not one, or too large.
+    """
     count = checked_number(name, value, least=1)
     if count > MOST:
         raise UsageError(f"{name}: expected a whole number of at most {MOST}; got {count}"[:300])
@@ -395,7 +405,11 @@ def checked_count(name: str, value: object) -> int:
 
 
 def checked_number(name: str, value: object, *, least: int) -> int:
-    """The whole number that an argument is, of Python's or of an array's. Raises UsageError unless it is one and large enough."""
+    """Return an argument, a Python or NumPy integer, as an int.
+
+    Raises:
+        UsageError: it is not an integer, or below `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UsageError(f"{name}: expected a whole number; got {value!r}"[:300])
     if value < least:
@@ -404,7 +418,11 @@ def checked_number(name: str, value: object, *, least: int) -> int:
 
 
 def checked_text(name: str, value: object) -> str:
-    """The text that an argument is. Raises UsageError unless it is one, without NUL."""
+    """Return an argument as text.
+
+    Raises:
+        UsageError: it is not a string, or contains NUL.
+    """
     if not isinstance(value, str) or "\0" in value:
         raise UsageError(f"{name}: expected a string; got {value!r}"[:300])
     return value
@@ -424,7 +442,7 @@ def _path(name: str, value: str | PathLike[str]) -> str:
 
 
 def _here() -> str | None:
-    """The folder that the process is in; None where it is gone."""
+    """Return the current folder; None if it no longer exists."""
     try:
         return os.getcwd()
     except OSError:
@@ -432,7 +450,7 @@ def _here() -> str | None:
 
 
 def _state_of(path: Path) -> State | None:
-    """What the system says of the checkpoint's file, or files; None where there is none."""
+    """Return the file state of the checkpoint's file or files; None if missing."""
     try:
         shards = shards_of(path)
         files = [path] if shards is None else shards.every

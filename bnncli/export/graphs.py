@@ -1,4 +1,4 @@
-"""Modules as graphs in bytes: ONNX and torch's exported programs."""
+"""Serialise modules as graphs: ONNX and torch exported programs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,19 @@ from bnncli.errors import DataError
 from bnncli.export.steps import OUTPUTS, Values
 from bnncli.system.memory import bytes_text
 
-FEATURES, INPUTS = "features", "inputs"  # what the input of a file is called
-
-
-MOST_ONNX_BYTES = 2**31 - 2**20  # of a protocol buffer, less room for what the file says of itself
-
-
+FEATURES, INPUTS = "features", "inputs"  # input names in a file
+MOST_ONNX_BYTES = 2**31 - 2**20  # limit of a protocol buffer, less room for metadata
 _OF_THE_MACHINE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """A module as it is written to a file.
+    """A module as written to a file.
 
     Attributes:
-        content: of the file; empty where the tensors are stored themselves.
-        runtime: what runs it.
-        run: outputs by name of inputs (B, ...), or of several by name, by that runtime on the CPU.
+        content: of the file; empty if the tensors themselves are stored.
+        runtime: that runs it.
+        run: maps inputs (B, ...), or several by name, to named outputs with that runtime on the CPU.
     """
 
     content: bytes
@@ -43,14 +39,14 @@ class ExportedModel:
 
 
 def to_program(module: nn.Module, example: Inputs, *, input_name: str) -> ExportedModel:
-    """The module as a program of torch.export, for batches of any size; it runs in torch.
+    """Export the module with torch.export for any batch size; it runs in torch.
 
     Args:
-        example: inputs (B, ...), at least two. Of several by name, which keep their names, token ids may have any length.
+        example: inputs (B, ...), B at least 2. Several inputs by name keep their names; token IDs may have any length.
         input_name: of a single input.
 
     Raises:
-        DataError: torch cannot take the module apart.
+        DataError: torch cannot trace the module.
     """
     program, stream = _exported(module, example, input_name), io.BytesIO()
     torch.export.save(program, stream)
@@ -65,14 +61,14 @@ def to_program(module: nn.Module, example: Inputs, *, input_name: str) -> Export
 
 
 def to_onnx(module: nn.Module, example: Inputs, *, input_name: str, threads: int | None = None) -> ExportedModel:
-    """The module as an ONNX graph, for batches of any size; it runs in onnxruntime.
+    """Export the module to ONNX for any batch size; it runs in onnxruntime.
 
     Args:
-        example, input_name: as of to_program.
+        example, input_name: see to_program.
         threads: of onnxruntime; None for all cores.
 
     Raises:
-        DataError: torch cannot take the module apart, or ONNX has not what it is made of, or it is too large.
+        DataError: torch cannot trace the module, ONNX lacks an operator, or the graph is too large.
     """
     program = _exported(module, example, input_name)
     input_names = [*example] if isinstance(example, dict) else [input_name]
@@ -84,7 +80,7 @@ def to_onnx(module: nn.Module, example: Inputs, *, input_name: str, threads: int
             made: Any = torch.onnx.export(
                 program, dynamo=True, optimize=True, verbose=False, input_names=input_names, output_names=names
             )
-    except Exception as error:  # others' code: whatever the exporter meets
+    except Exception as error:  # the exporter may raise anything on foreign code
         raise _not_exportable("ONNX", error) from error
     _name_batch(made.model)
     num_bytes = sum(value.const_value.nbytes for value in made.model.graph.initializers.values())
@@ -117,7 +113,7 @@ def _session(
 
 
 def _exported(module: nn.Module, example: Inputs, input_name: str) -> torch.export.ExportedProgram:
-    """The program, with an input of that name, or several by theirs, and nothing of this machine in it."""
+    """Return the program with named inputs and without traces of this machine."""
     batch, length = torch.export.Dim("batch"), torch.export.Dim.DYNAMIC
     keywords = example if isinstance(example, dict) else None
     arguments = () if isinstance(example, dict) else (example,)
@@ -128,7 +124,7 @@ def _exported(module: nn.Module, example: Inputs, input_name: str) -> torch.expo
         with torch.no_grad(), _quiet():
             named = _named(module, input_name, list(keywords or ()))
             program = torch.export.export(named.eval(), arguments, keywords, dynamic_shapes=sizes, strict=False)
-    except Exception as error:  # others' code: a network may do anything
+    except Exception as error:  # foreign code may raise anything
         raise _not_exportable("torch.export", error) from error
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
@@ -138,7 +134,7 @@ def _exported(module: nn.Module, example: Inputs, input_name: str) -> torch.expo
 
 
 class _OfFeatures(nn.Module):
-    """A module whose argument is called as the input of the file shall be."""
+    """A module whose argument has the name of the file's input."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -150,7 +146,7 @@ class _OfFeatures(nn.Module):
 
 
 class _OfInputs(_OfFeatures):
-    """The same of inputs of a network."""
+    """A module for a network's inputs whose argument has the name of the file's input."""
 
     def forward(self, inputs: Tensor) -> Values:
         outputs: Values = self.model(inputs)
@@ -158,7 +154,7 @@ class _OfInputs(_OfFeatures):
 
 
 class _OfNamed(nn.Module):
-    """The same of inputs by name. torch.export asks for a signature that has the names."""
+    """A module for inputs by name. torch.export needs a signature with the names."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -174,19 +170,19 @@ class _OfNamed(nn.Module):
 
 
 def _named(module: nn.Module, input_name: str, names: Sequence[str]) -> nn.Module:
-    """The module with an input of that name, or of several."""
+    """Wrap the module so that its inputs have these names."""
     if names:
         return _OfNamed(module, names)
     return _OfFeatures(module) if input_name == FEATURES else _OfInputs(module)
 
 
 def has_length(one: Tensor) -> bool:
-    """Whether an input by name may have any length that the network takes: token ids, and what goes with them."""
+    """Return whether a named input may have any length: token IDs and the tensors that accompany them."""
     return one.ndim == 2 and not one.is_floating_point()
 
 
 def _name_batch(model: Any) -> None:
-    """Call the open sizes of inputs and outputs `batch` and `sequence`, and take out what the exporter says of its source."""
+    """Name the dynamic axes of inputs and outputs `batch` and `sequence`, and remove source metadata of the exporter."""
     for value in (*model.graph.inputs, *model.graph.outputs):
         sizes = [size if isinstance(size, int) else "sequence" for size in list(value.shape)[1:]]
         value.shape = type(value.shape)(["batch", *sizes])
@@ -213,7 +209,7 @@ def _not_exportable(what: str, error: Exception) -> DataError:
 
 
 class _quiet:
-    """The exporters say much that no user can act on: nothing of it is shown inside."""
+    """Silence exporter messages, which users cannot act on."""
 
     def __enter__(self) -> None:
         self._caught = warnings.catch_warnings()

@@ -1,4 +1,4 @@
-"""A whole network for export: what was done to its inputs, the network up to its last layer, and the Bayesian head."""
+"""Combine preprocessing, the network up to its last layer, and the Bayesian head for export."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from bnncli.export.steps import Values
 from bnncli.models.head import Head as NetworkHead
 from bnncli.models.head import HeadForm, choose_output, linear_layers
 
-_FEW = 64  # numbers: of so few nothing is won by halving them
+_FEW = 64  # numbers; halving fewer saves nothing
 
 
 class FeatureNetwork(nn.Module):
-    """Features (B, D) of inputs (B, ...), or of several by name: preprocessing, and the network up to its head.
+    """Features (B, D) of inputs (B, ...) or several by name: preprocessing, then the network up to its head.
 
     Args:
         model: in evaluation mode, on the CPU.
         head: the network's own.
-        preprocess: what is done to stored inputs first; None where they come as the network takes them.
+        preprocess: applied to stored inputs first; None if they are already preprocessed.
     """
 
     def __init__(self, model: nn.Module, head: NetworkHead, preprocess: Preprocess | None) -> None:
@@ -63,7 +63,11 @@ class FeatureNetwork(nn.Module):
 
 
 def check_exportable(form: HeadForm | None) -> None:
-    """Pass where a head's features pass at modules, or are the output. Raises DataError otherwise."""
+    """Check that a head's features pass through modules, or are the output.
+
+    Raises:
+        DataError: they do not.
+    """
     if form is not None and any(isinstance(tap.at, int) for tap in form.taps):
         raise DataError(
             "export cannot reach this network's features, which are computed inside a module",
@@ -73,7 +77,7 @@ def check_exportable(form: HeadForm | None) -> None:
 
 
 class WholeNetwork(nn.Module):
-    """Outputs by name, of inputs (B, ...)."""
+    """Named outputs of inputs (B, ...)."""
 
     def __init__(self, trunk: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -85,11 +89,11 @@ class WholeNetwork(nn.Module):
 
 
 class Halved(nn.Module):
-    """A module that stores its numbers as float16, where they fit, and computes in float32."""
+    """A module that stores its numbers as float16 if they fit, and computes in float32."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._inner = (module,)  # no submodule: its own numbers are not to be stored
+        self._inner = (module,)  # not a submodule, so that its own numbers are not stored
         self._names: dict[str, str] = {}
         for number, (name, tensor) in enumerate([*module.named_parameters(), *module.named_buffers()]):
             stored = tensor.detach()

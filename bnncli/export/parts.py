@@ -1,4 +1,4 @@
-"""A posterior over the last layer and an integrator as steps and tensors: one function per integrator."""
+"""Turn a last-layer posterior and an integrator into steps and tensors: one function per integrator."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from bnncli.logits import root_of_covariances
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.system.memory import bytes_text
 
-MOST_BYTES = 1 << 30  # of the directions of all logits, as one file may have
+MOST_BYTES = 1 << 30  # for the directions of all logits in one file
 
 
 def spread(covariance: Covariance | None, layout: HeadLayout, combination: Tensor) -> tuple[Step, Values]:
-    """The step that gives the variances (B, J) of combinations (J, K) of the logits, and its tensors.
+    """Return the step that computes variances (B, J) of combinations (J, K) of the logits, and its tensors.
 
     Args:
-        covariance: of the weights (P,); None where they are certain.
+        covariance: of the weights (P,); None for zero.
 
     Raises:
-        UsageError: the tensors would be absurdly large.
+        UsageError: the tensors would be too large.
     """
     if covariance is None or isinstance(covariance, Diag):
         variances = torch.zeros(layout.num_params) if covariance is None else covariance.variances
@@ -68,7 +68,7 @@ def spread(covariance: Covariance | None, layout: HeadLayout, combination: Tenso
 
 
 def turned_features(covariance: Kron, layout: HeadLayout) -> Values:
-    """The eigenvectors of the features' factor (D, F), and what the bias adds along each (F,)."""
+    """Return the eigenvectors of the features' factor (D, F), and the bias's contribution to each (F,)."""
     basis = covariance.feature_basis.double()
     if not layout.has_bias:
         return {"directions": basis, "direction_bias": basis.new_zeros(len(basis))}
@@ -76,12 +76,12 @@ def turned_features(covariance: Kron, layout: HeadLayout) -> Values:
 
 
 def along_basis(covariance: Kron) -> Tensor:
-    """Variances (K, F) in the joint eigenbasis."""
+    """Return variances (K, F) in the joint eigenbasis."""
     return covariance.scales.double().square()
 
 
 def _blocks(covariance: Covariance, layout: HeadLayout, combination: Tensor) -> Tensor:
-    """The covariance (J, F, F) of the weights, bias last, of each combination (J, K)."""
+    """Return the covariance (J, F, F) of the weights, bias last, for each combination (J, K)."""
     if isinstance(covariance, Block):
         root = covariance.scale_tril.double()
         return torch.einsum("jk,kab->jab", combination.square(), root @ root.transpose(1, 2))
@@ -89,7 +89,7 @@ def _blocks(covariance: Covariance, layout: HeadLayout, combination: Tensor) -> 
 
 
 def _rows(covariance: Covariance, layout: HeadLayout, row: Tensor) -> Tensor:
-    """Derivatives of one combination (K,) by its weights, times a root of the covariance, (F, P)."""
+    """Return the derivatives of a combination (K,) by its weights, times a root of the covariance, (F, P)."""
     if isinstance(covariance, Full):
         root, places = covariance.scale_tril.double(), layout.places(covariance.scale_tril.device)
         return torch.stack([row[k] * root[places[k]] for k in row.nonzero().flatten().tolist()]).sum(dim=0)
@@ -102,17 +102,17 @@ def _squared(rows: Tensor) -> Tensor:
 
 
 def _parted(augmented: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-    """Columns (J, D) of the weights, and that of the biases (J,), zero without."""
+    """Split into weight columns (J, D) and bias column (J,), zero without bias."""
     if layout.has_bias:
         return augmented[:, :-1], augmented[:, -1]
     return augmented, augmented.new_zeros(len(augmented))
 
 
 def thinned(ready: Ready, most: int, generator: torch.Generator) -> Ready:
-    """The same with at most so many of its draws: one at random from each of as many stretches of equal length.
+    """Thin the draws to at most `most`: one at random from each of that many stretches of equal length.
 
-    Draws at a fixed distance could be all of one repeat or chain. Weights are scaled to sum to one again. Draws of the
-    logits become the same for all examples.
+    A fixed stride could take all draws from one repeat or chain. Weights are rescaled to sum to one. Draws of logits
+    become the same for all examples.
     """
     if isinstance(ready, DrawnLogitMc):
         ready = replace(ready, is_shared=not ready.is_of_theta)
@@ -142,48 +142,49 @@ def _taken(tensor: Tensor, chosen: Tensor) -> Tensor:
     return tensor[chosen.to(tensor.device)]
 
 
-_WINDOW, _NODES = 9.0, 1025  # of the trapezoid rule in a standard normal: right to 1e-7 for deviations up to 60
+# Half-width and nodes of the trapezoid rule in a standard normal: error 1e-7 for deviations up to 60.
+_WINDOW, _NODES = 9.0, 1025
 
 
-_FEW = 64  # numbers: of so few nothing is won by halving them
+_FEW = 64  # numbers; halving fewer saves nothing
 
 
 @dataclass(frozen=True)
 class HeadParts:
-    """What a head is made of.
+    """Steps and tensors of a head.
 
     Attributes:
         steps: from `features` to the outputs.
-        tensors: by the names that the steps use, float64 or float32.
+        tensors: by the names used in the steps, float64 or float32.
     """
 
     steps: tuple[Step, ...]
     tensors: Values
 
     def module(self, *, dtype: torch.dtype = torch.float32) -> PortableHead:
-        """The module, its tensors stored as float32, or as float16 those that lose next to nothing by it."""
+        """Return the module, with tensors stored as float32, or as float16 if that loses almost nothing."""
         stored = {name: _stored(tensor, dtype) for name, tensor in self.tensors.items()}
         return PortableHead(self.steps, stored).eval()
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors in float32."""
+        """Return the bytes of the tensors in float32."""
         return 4 * sum(tensor.numel() for tensor in self.tensors.values())
 
     def also(self, step: Step, tensors: Values | None = None) -> HeadParts:
-        """With one more step."""
+        """Return the parts with one more step."""
         return HeadParts((*self.steps, step), {**self.tensors, **(tensors or {})})
 
 
 def head_parts(posterior: Any, integrator: Integrator, ready: Ready) -> HeadParts:
-    """The steps from features to probabilities and entropy, and mutual information where the integrator has it.
+    """Return the steps from features to probabilities and entropy, and mutual information if the integrator has it.
 
     Args:
         posterior: over the last layer, on the CPU.
-        ready: what the integrator has prepared: its draws.
+        ready: the prepared integrator with its draws.
 
     Raises:
-        UsageError: they cannot be written down so.
+        UsageError: the combination cannot be exported.
     """
     make = MAKERS.get(type(integrator))
     if make is None:
@@ -291,13 +292,13 @@ MAKERS: Mapping[type, Callable[[Any, Any, Any], HeadParts]] = {
 
 
 def with_ood_score(found: HeadParts, score: str, layout: HeadLayout, center: Tensor) -> HeadParts:
-    """With the score, by the detector's name, of how far an input is from the training data: higher is farther.
+    """Add a detector's out-of-distribution score under its name; higher is farther from the training data.
 
     Args:
-        center: theta (P,) that stands for the posterior.
+        center: theta (P,) at the posterior's centre.
 
     Raises:
-        UsageError: it is not defined here.
+        UsageError: the score is not defined here.
     """
     step = SCORES[score]
     if step is steps.ood_by_mutual_info and not has_information(found):
@@ -315,13 +316,13 @@ def with_ood_score(found: HeadParts, score: str, layout: HeadLayout, center: Ten
         )
     combination = _as_they_are(layout)
     if not layout.likelihood.is_shift_invariant:
-        combination = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)  # balanced logits of the two classes
+        combination = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)  # balanced logits of two classes
     weights = _weights(layout, center, combination)
     return found.also(step, {"center_weight": weights["weight"], "center_bias": weights["bias"]})
 
 
 def with_combined_score(found: HeadParts, detector: FittedViews) -> HeadParts:
-    """With the combined score of how far an input is from the training data, its sign turned."""
+    """Add the negated combined score, so that higher is farther from the training data."""
     layout = detector.layout
     if layout is not None and detector.theta is not None:
         is_single = layout.likelihood.is_exclusive and not layout.likelihood.is_shift_invariant
@@ -355,13 +356,13 @@ SCORES: Mapping[str, Step] = {
 def with_sets(
     found: HeadParts, thresholds: Tensor, rank_penalty: Tensor | None = None, *, is_filled: bool = False
 ) -> HeadParts:
-    """With the conformal set of each input, the classes whose score is at most a threshold.
+    """Add the conformal set of each input: the classes whose score is at most a threshold.
 
     Args:
-        thresholds: (1,), or (C,) of each class.
-        rank_penalty: (C,) by rank, zeros for aps, with which scores are what likelier classes and the class itself use up of
-            the probability; None for lac, whose scores are one less the probability.
-        is_filled: whether a set that would be empty has the likeliest class.
+        thresholds: (1,), or (C,) by class.
+        rank_penalty: (C,) by rank, zeros for aps; scores are then the cumulative probability down to and including the class, plus the
+            penalty. None for lac, with scores 1 - probability.
+        is_filled: whether an empty set gets the most probable class.
     """
     if rank_penalty is None:
         found = found.also(steps.least_ambiguous_set, {"set_threshold": thresholds})
@@ -371,20 +372,20 @@ def with_sets(
 
 
 def has_information(found: HeadParts) -> bool:
-    """Whether the mutual information is among what the steps give."""
+    """Return whether the steps compute mutual information."""
     averages = steps.average_softmax, steps.average_two_classes, steps.average_labels
     return any(step in (*averages, steps.dirichlet) for step in found.steps)
 
 
 def _moments(posterior: Any, combination: Tensor) -> HeadParts:
-    """Mean and variance of combinations (J, K) of the logits."""
+    """Return the mean and variance of combinations (J, K) of the logits."""
     layout = posterior.layout
     step, tensors = spread(getattr(posterior, "covariance", None), layout, combination)
     return HeadParts((steps.mean_logits, step), {**_weights(layout, posterior.center, combination), **tensors})
 
 
 def _weights(layout: HeadLayout, theta: Tensor, combination: Tensor) -> Values:
-    """Weight (J, D) and bias (J,) of combinations (J, K) of the logits at theta (P,)."""
+    """Return weight (J, D) and bias (J,) of combinations (J, K) of the logits at theta (P,)."""
     weight, bias = layout.split(theta.double())
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     return {"weight": combination @ weight, "bias": combination @ bias}
@@ -403,23 +404,23 @@ def _difference() -> Tensor:
 
 
 def _link(layout: HeadLayout) -> Step:
-    """From logits to probabilities."""
+    """Return the step from logits to probabilities."""
     if not layout.likelihood.is_exclusive:
         return steps.labels
     return steps.softmax if layout.likelihood.is_shift_invariant else steps.two_classes
 
 
 def _average(layout: HeadLayout) -> Step:
-    """The same, averaged over draws."""
+    """Return the step from drawn logits to average probabilities."""
     if not layout.likelihood.is_exclusive:
         return steps.average_labels
     return steps.average_softmax if layout.likelihood.is_shift_invariant else steps.average_two_classes
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As float32; as float16 where that is asked for and the error is below a thousandth of the largest number."""
+    """Convert to float32, or to float16 if requested and the error is below 1/1000 of the largest number."""
     single = tensor.detach().float().cpu().contiguous().clone()
-    if dtype != torch.float16 or single.ndim < 2 or single.numel() < _FEW:  # weights of draws sum to one
+    if dtype != torch.float16 or single.ndim < 2 or single.numel() < _FEW:  # weights of draws must sum to one
         return single
     half = single.half()
     largest = float(single.abs().max())

@@ -1,6 +1,6 @@
-"""The code that goes with a file of tensors: a head in some sixty lines that need torch and safetensors alone.
+"""Generate the code shipped with a file of tensors: a head in about sixty lines that only needs torch and safetensors.
 
-It is the source of the very steps that were checked (`steps`), without their types.
+It is the source of the checked steps (`steps`), without type annotations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bnncli.export.steps import Step
 
 
 def source_of(steps: Sequence[Step]) -> str:
-    """A module of Python that gives the head from its file of tensors."""
+    """Return the source of a Python module that loads the head from its file of tensors."""
     wanted = [step.__name__ for step in steps]
     tree = ast.parse(inspect.getsource(steps_module))
     found = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
@@ -39,7 +39,7 @@ def source_of(steps: Sequence[Step]) -> str:
 
 
 def _plain(node: ast.ClassDef | ast.FunctionDef) -> ast.AST:
-    """The definition without its types and docstrings."""
+    """Return the definition without type annotations and docstrings."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef):
             inner.returns = None

@@ -1,1 +1,1 @@
-"""What the commands share: the run, its inputs, and how an artifact is made."""
+"""Shared steps of the commands: open the run, read its inputs and produce artifacts."""

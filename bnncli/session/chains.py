@@ -1,4 +1,4 @@
-"""How chains agree, on parameters and on predictions, as numbers and as lines."""
+"""Measure the agreement of chains on parameters and predictions, and report it."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from bnncli.session.network_splits import NetworkSplit
 from bnncli.session.run import Run
 from bnncli.targets.network import NetworkTarget
 
-Judge: TypeAlias = "Callable[[torch.Tensor], Convergence]"  # of draws (C, T, P)
+Judge: TypeAlias = "Callable[[torch.Tensor], Convergence]"  # takes draws (C, T, P)
 
 
 def parameter_judge(run: Run) -> Judge:
-    """How the chains agree on every parameter; judged on the device."""
+    """Return a function that measures convergence over all parameters on the device."""
     return lambda draws: convergence(draws.cpu().numpy(), device=run.device, progress=run.console)
 
 
 def head_judges(run: Run, train: Split, held_out: Split | None) -> dict[str, Judge]:
-    """How chains of a last layer agree on the val split, by the name `heldout`; nothing without labels there."""
+    """Return functions that measure convergence of last-layer predictions; `heldout` only, and empty without labels."""
     if held_out is None or held_out.content.labels is None:
         return {}
     return {"heldout": partial(_judge_held_out, run, train, held_out)}
 
 
 def network_judge(run: Run, target: NetworkTarget, split: NetworkSplit) -> Judge:
-    """How chains of a network's parameters agree on a split."""
+    """Return a function that measures convergence of a network's predictions on a split."""
     rows = judged_rows(run, split)
     examples = target.held_out(split.stored[rows].to(run.device), split.labels(run.device)[rows.to(run.device)])
     return lambda draws: label_convergence(draws, examples, progress=run.console)
 
 
 def judged_rows(run: Run, split: Split) -> torch.Tensor:
-    """The seeded examples of a split, ascending, whose predictions are judged: MAX_ROWS of them, or all."""
+    """Return a seeded, ascending selection of at most MAX_ROWS examples of a split."""
     order = torch.randperm(len(split.content.features), generator=run.stream("hmc/held-out"))
     return order[:MAX_ROWS].sort().values
 
 
 def _judge_held_out(run: Run, train: Split, held_out: Split, draws: torch.Tensor) -> Convergence:
-    """On a few hundred seeded examples of the val split."""
+    """Measure convergence of the predictions for a few hundred seeded validation examples."""
     rows = judged_rows(run, held_out)
     return held_out_convergence(
         draws,
@@ -69,7 +69,7 @@ _JUDGED = {
 
 
 def parameter_metrics(judged: Convergence) -> dict[str, Any]:
-    """How the chains agree on parameters."""
+    """Return the convergence metrics of the parameters."""
     return {
         "max_rhat": judged.r_hat,
         "min_ess_bulk": judged.ess_bulk,
@@ -79,11 +79,11 @@ def parameter_metrics(judged: Convergence) -> dict[str, Any]:
 
 
 def prediction_metrics(predictions: Mapping[str, Convergence], judged_by: str | None) -> dict[str, Any]:
-    """How they agree on log probabilities of labels.
+    """Return the convergence metrics of the label log probabilities.
 
     Args:
-        predictions: by whose labels they are: heldout, train.
-        judged_by: whose numbers decide; None for the parameters'.
+        predictions: convergence by source of the labels: heldout, train.
+        judged_by: the entry that decides; None for the parameters.
     """
     held_out = predictions.get("heldout")
     found = {
@@ -104,7 +104,7 @@ def prediction_metrics(predictions: Mapping[str, Convergence], judged_by: str | 
 
 
 def deciding_line(metrics: Mapping[str, Any]) -> str:
-    """How many draws there are, and how they agree on what decides; why they tell no effective sample size."""
+    """Return the number of draws and the deciding convergence, or why there is no effective sample size."""
     judged_by, numbers = metrics.get("judged_by"), deciding_numbers(metrics)
     of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
     why = f"; {numbers.undefined}" if numbers.r_hat is not None and numbers.ess_bulk is None else ""
@@ -113,7 +113,7 @@ def deciding_line(metrics: Mapping[str, Any]) -> str:
 
 
 def other_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """How they agree on what does not decide."""
+    """Return lines for the convergence numbers that do not decide."""
     judged_by = metrics.get("judged_by")
     if judged_by is not None:
         parameters = {name: value for name, value in metrics.items() if name != "judged_by"}
@@ -129,7 +129,7 @@ def other_lines(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def agreement(numbers: Convergence) -> str:
-    """How the chains agree, in words; R-hat alone where draws tell no effective sample size."""
+    """Return the agreement of the chains as text; only R-hat if there is no effective sample size."""
     if numbers.r_hat is None:
         return f"R-hat undefined ({numbers.undefined})"
     found = f"largest R-hat {numbers.r_hat:.3f}"

@@ -1,4 +1,4 @@
-"""The rules that calibrate wrote, found beside the predictions they decide on, and what they decide of a split."""
+"""Find the rules written by calibrate and score their decisions on a split."""
 
 from __future__ import annotations
 
@@ -37,44 +37,46 @@ _ASKED_BY: dict[str, dict[str, object]] = {
     OOD: {"false_alarm": 0.05},
     SHIFT: {"shift_level": 0.05},
 }
-_OF_BOTH = ("keep_samples", "top_k")  # parameters of predict that leave the probabilities what they are
+_OF_BOTH = ("keep_samples", "top_k")  # predict parameters that do not change the probabilities
 
 
 class Decidable(Protocol):
-    """Predictions that rules decide on, whatever they lie in."""
+    """Predictions that rules can decide on, whatever their source."""
 
     @property
     def name(self) -> str:
-        """Of the split."""
+        """Name of the split."""
 
     @property
     def file(self) -> PredictionFile:
-        """The predictions."""
+        """Contents of the prediction file."""
 
     @property
     def examples(self) -> ExampleStatistics:
-        """Numbers of each."""
+        """Statistics of each example."""
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:
-        """Scores of each, or why there are none."""
+        """Return the named scores of each example, or the reason there are none."""
 
 
 def maker_of(header: Header) -> dict[str, Any]:
-    """What makes predictions what they are, beside the examples: a rule holds for others that have the same."""
+    """Return what determines the predictions apart from the examples; a rule applies if these match."""
     posterior = next((one["content_digest"] for one in header.inputs if one["role"] == "posterior"), None)
     return maker_as(header.provenance["params"], posterior)
 
 
 def maker_as(params: Mapping[str, Any], posterior: str | None) -> dict[str, Any]:
-    """The same of the parameters of predict, and the posterior's digest."""
+    """Return `maker_of` from the parameters of predict and the posterior's digest."""
     return {"params": {name: value for name, value in params.items() if name not in _OF_BOTH}, "posterior": posterior}
 
 
 def open_decisions(run: Run, name: str, *, only: Sequence[str] = ()) -> list[DecisionFile]:
-    """The rules for the predictions of this name, <posterior>.<integrator>: those named, or all; what is stale or damaged is skipped.
+    """Open the rules for the predictions called <posterior>.<integrator>.
+
+    Without `only`, stale and damaged rules are skipped.
 
     Raises:
-        DataError, MissingInput: one that was named cannot be used.
+        DataError, MissingInput: a named rule cannot be used.
     """
     found = []
     there = run.folder.decision_files(name)
@@ -106,14 +108,14 @@ def _missing_rule(run: Run, name: str, path: Path, there: Sequence[str]) -> Miss
 
 
 def why_unfit(decision: DecisionFile, header: Header, classes: Sequence[str]) -> str | None:
-    """Why a rule says nothing of these predictions; None where it does."""
+    """Return why a rule does not apply to these predictions, or None if it does."""
     if header.meta["split"] == decision.header.meta["split"]:
         return "the rule was calibrated on this split"
     return why_unfit_for(decision, maker_of(header), classes)
 
 
 def why_unfit_for(decision: DecisionFile, maker: Mapping[str, Any], classes: Sequence[str]) -> str | None:
-    """Why a rule says nothing of new data that are predicted so; None where it does."""
+    """Return why a rule does not apply to new data predicted this way, or None if it does."""
     if maker != decision.header.meta["maker"]:
         return (
             f"the rule was calibrated on split {decision.header.meta['split']}, which was predicted with other settings"
@@ -124,7 +126,11 @@ def why_unfit_for(decision: DecisionFile, maker: Mapping[str, Any], classes: Seq
 
 
 def scores_of(split: Decidable, name: str) -> NDArray:
-    """The score (N,) by which a rule goes. Raises DataError where the predictions have none."""
+    """Return the score (N,) a rule decides by.
+
+    Raises:
+        DataError: the predictions do not have this score.
+    """
     found = split.detection_scores([name])[name]
     if isinstance(found, str):
         raise DataError(f"\0score\0 {name}: {found}, in split {split.name!r}", code="no_score")
@@ -132,7 +138,7 @@ def scores_of(split: Decidable, name: str) -> NDArray:
 
 
 def described(decision: DecisionFile) -> dict[str, Any]:
-    """What rows say of the rule that they score."""
+    """Return the fields that identify the rule in its score rows."""
     meta, settings = decision.header.meta, decision.header.meta["settings"]
     kind = meta["rule"]
     found: dict[str, Any] = {"rule": decision.name, "target": settings[_TARGET[kind]]}
@@ -147,7 +153,7 @@ _TARGET = {SETS: "coverage", RISK: "risk", OOD: "false_alarm", SHIFT: "shift_lev
 
 
 class ScoredDecisions:
-    """The rules of one group of predictions, as scores of its splits.
+    """Rules of one prediction group, scored on its splits.
 
     Args:
         run, options: of evaluate.
@@ -160,12 +166,12 @@ class ScoredDecisions:
 
     @property
     def sources(self) -> list[Source]:
-        """The rules as inputs of the scores."""
+        """Return the rules as sources of the scores."""
         headers = [one.header for one in self._decisions]
         return [Source(f"decision.{one.path.stem}", one.path, one.content_digest) for one in headers]
 
     def rows(self, split: PredictedSplit) -> list[Row]:
-        """The rows of every rule on an in-distribution split, and what it says of the out-of-distribution ones."""
+        """Return the rows of every rule on an in-distribution split and on the out-of-distribution splits."""
         bootstrap = bootstrap_of(self._run, self._options)
         found: list[Row] = []
         for decision in self._decisions:
@@ -180,10 +186,10 @@ class ScoredDecisions:
 def decision_rows(
     decision: DecisionFile, split: PredictedSplit, bootstrap: Bootstrap | None, *, ood: str | None = None
 ) -> list[Row]:
-    """The rows of one rule on one split; undefined ones say why.
+    """Return the rows of one rule on one split; undefined scores have a reason.
 
     Args:
-        ood: the name of the split, where it is out-of-distribution.
+        ood: the split's name if it is out-of-distribution.
     """
     from bnncli.evaluation.statistics import score_rows
 
@@ -204,7 +210,7 @@ def decision_rows(
 def _groups(
     decision: DecisionFile, split: PredictedSplit, choices: dict[str, Any], *, is_ood: bool
 ) -> list[ScoreGroup]:
-    """The scores of a rule but the shift alarm."""
+    """Return the scores of a rule, except the shift alarm."""
     from bnncli.evaluation import decisions
     from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
 
@@ -220,7 +226,7 @@ def _groups(
 
 
 def _shift_row(decision: DecisionFile, split: PredictedSplit, choices: dict[str, Any]) -> Row:
-    """The p-value of a split as a batch; it has no interval of its own."""
+    """Return the p-value of a split as one batch; it has no interval."""
     from bnncli.evaluation.decisions import ShiftRule
 
     assert isinstance(decision.rule, ShiftRule)

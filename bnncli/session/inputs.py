@@ -1,4 +1,4 @@
-"""Read what commands need: feature splits and posteriors of the run, checked to be fresh and of the run's checkpoint."""
+"""Read feature splits and posteriors of the run, and check that they are fresh and from its checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HINT = "extract all splits in one command with \0force\0, or use another \0run_
 
 
 class RunClasses(NamedTuple):
-    """Names of the classes, index = label, and the feature file that they stand in; None for the split's own."""
+    """Class names by label, and the feature file they come from; None for the split's own file."""
 
     names: list[str]
     path: Path | None
@@ -51,14 +51,14 @@ class RunClasses(NamedTuple):
 def run_classes(
     folder: RunFolder, split: FeatureFile, *, weights_digest: str | None, without: Collection[str] = ()
 ) -> RunClasses:
-    """The classes of the run that a split belongs to.
+    """Return the classes of the run that a split belongs to.
 
     Args:
-        weights_digest: of the checkpoint that the split was made from; None without one.
-        without: splits of the run that are not asked, because they are being made anew.
+        weights_digest: of the checkpoint the split was extracted with; None without one.
+        without: splits of the run to ignore because they are being replaced.
 
     Raises:
-        DataError: the split has other class names than the run, or a label that is no class of it.
+        DataError: the split's class names differ from the run's, or a label is out of range.
     """
     path = folder.features(split.name)
     own = SplitClasses(split.classes, split.labels is not None and not split.is_ood)
@@ -94,14 +94,14 @@ def run_classes(
 
 
 def posterior_classes(folder: RunFolder, header: Header) -> list[str]:
-    """The classes of a posterior: those it was fitted to; where these are numbers, the names that a split has brought since."""
+    """Return the classes a posterior was fitted to; replace numbers by names that a later split has."""
     own = SplitClasses([str(name) for name in header.meta.get("classes", [])], is_labeled=True)
     for name in folder.splits() if own.is_numbered else []:
         try:
             theirs, classes = read_classes(folder.features(name))
         except NOT_OF_CONTENT:
             raise
-        except BnnError:  # said where that split is asked for
+        except BnnError:  # reported when that split is loaded
             continue
         is_kin = theirs.weights_digest == header.weights_digest and len(classes.names) == len(own.names)
         if is_kin and not classes.is_numbered:
@@ -110,7 +110,10 @@ def posterior_classes(folder: RunFolder, header: Header) -> list[str]:
 
 
 def _source(asked: dict[Path, SplitClasses]) -> Path:
-    """The file whose classes are the run's: the first with names, else that of labels, train before all others."""
+    """Return the file that defines the run's classes.
+
+    It is the first with class names, train before others; else labelled train; else the file with the most classes.
+    """
     order = sorted(asked, key=lambda one: (one.stem != "train", one.name))
     for one in order:
         if not asked[one].is_numbered:
@@ -122,7 +125,7 @@ def _source(asked: dict[Path, SplitClasses]) -> Path:
 def _others(
     folder: RunFolder, split: FeatureFile, weights_digest: str | None, without: Collection[str]
 ) -> dict[Path, SplitClasses]:
-    """What the run's other splits say of the classes, of those that have the same head."""
+    """Return the classes of the run's other splits that have the same head."""
     digest, found = head_digest(split), {}
     for name in folder.splits():
         if name in without:
@@ -131,7 +134,7 @@ def _others(
             header, classes = read_classes(folder.features(name))
         except NOT_OF_CONTENT:
             raise
-        except BnnError:  # said where that split is asked for
+        except BnnError:  # reported when that split is loaded
             continue
         if _is_kin(header, digest, weights_digest):
             found[folder.features(name)] = classes
@@ -142,17 +145,17 @@ def _is_kin(header: Header, digest: str, weights_digest: str | None) -> bool:
     return header.weights_digest == weights_digest and header.meta.get("head_digest") == digest
 
 
-RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; machine.memory.SHARE is for the rest
-PREDICTION_BYTES = 1 << 30  # of features that predict holds on the device at once; the same everywhere, as its sums are
+RESIDENT_SHARE = 0.25  # share of free GPU memory for a split's features; machine.memory.SHARE covers the rest
+PREDICTION_BYTES = 1 << 30  # features that predict holds on the device at once; fixed, because sums depend on it
 
 
 @dataclass(frozen=True)
 class Split:
-    """A feature split ready to use: its content, its identity, the record of its checkpoint.
+    """A feature split: its content, its identity and its checkpoint's record.
 
     Attributes:
-        classes_source: the names of the classes, where they are another split's.
-        also: further sources of rows of several splits.
+        classes_source: the file of the class names if it is another split's.
+        also: further sources of rows joined from several splits.
     """
 
     content: FeatureFile
@@ -163,12 +166,15 @@ class Split:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Of the rows."""
+        """Return the sources of the rows."""
         return self.source, *self.also
 
     @property
     def layout(self) -> HeadLayout:
-        """The head's layout; without a head, one output a class, or one for two where the run says binary, with a bias."""
+        """Return the layout of the head.
+
+        Without a head: one output per class, or one output for two classes if the run says binary, and a bias.
+        """
         weight, name = self.content.head_weight, self.content.likelihood
         if name == BINARY:
             return HeadLayout(1, self.content.features.shape[1])
@@ -177,55 +183,67 @@ class Split:
         return HeadLayout(weight.shape[0], weight.shape[1], self.content.head_bias is not None, name)
 
     def features(self, device: torch.device) -> Tensor:
-        """(N, D) float32 on the device; on the CPU the file's own pages, where they are float32."""
+        """Return the features (N, D) float32 on the device; on the CPU, memory-mapped if stored as float32."""
         return torch.from_numpy(self.content.features).to(device=device, dtype=torch.float32)
 
     def resident(self, device: torch.device) -> Tensor:
-        """(N, D) as the file has them: on the device where they leave room there, else in the file's pages."""
+        """Return the stored features (N, D), on the device if they leave enough room, else memory-mapped."""
         features = torch.from_numpy(self.content.features)
         return features.to(device) if features.nbytes <= RESIDENT_SHARE * available_memory(device) else features
 
     @property
     def is_last_layer(self) -> bool:
-        """Whether posteriors are over the last layer, of features."""
+        """Return whether posteriors are over the last layer, with features as inputs."""
         return True
 
     @property
     def stored(self) -> Tensor:
-        """(N, D) as the file has them, in its pages."""
+        """Return the stored features (N, D), memory-mapped."""
         return torch.from_numpy(self.content.features)
 
     def feature_blocks(self, device: torch.device, rows: slice = slice(None)) -> Iterator[Tensor]:
-        """The features (n, D) float32 of all rows, or of some, on the device, block by block; most splits are one block."""
+        """Yield blocks (n, D) float32 of all or some features on the device; most splits are one block."""
         return feature_blocks(torch.from_numpy(self.content.features)[rows], device)
 
     def logits(self, point: Point, device: torch.device) -> Tensor:
-        """Logits (N, K) under a point, on the device; float32, as predict has them."""
+        """Return the logits (N, K) float32 at a point, on the device, as predict computes them."""
         stacked = point.theta.to(device, torch.float32).unsqueeze(0)
         blocks = [point.layout.logits(features, stacked)[0] for features in self.feature_blocks(device)]
         return torch.cat(blocks)
 
     def labels(self, device: torch.device) -> Tensor:
-        """(N,) int64, or (N, C) uint8, on the device. Raises DataError for a split without labels."""
+        """Return the labels, (N,) int64 or (N, C) uint8, on the device.
+
+        Raises:
+            DataError: the split has no labels.
+        """
         if self.content.labels is None:
             raise DataError(f"split {self.content.name!r} has no labels, which are needed here", code="no_labels")
         return torch.from_numpy(self.content.labels).to(device)
 
     def take(self, rows: Tensor) -> Split:
-        """Some rows (n,) of it."""
+        """Return the split restricted to the rows (n,)."""
         index, content = rows.cpu().numpy(), self.content
         labels = None if content.labels is None else content.labels[index]
         some = replace(content, features=content.features[index], labels=labels, sample_id=content.sample_id[index])
         return replace(self, content=replace(some, names=None))
 
     def check_labeled(self) -> Split:
-        """The split itself. Raises DataError when it has no labels, before any work."""
+        """Return the split itself.
+
+        Raises:
+            DataError: the split has no labels.
+        """
         if self.content.labels is None:
             raise DataError(f"split {self.content.name!r} has no labels, which are needed here", code="no_labels")
         return self
 
     def check_fits(self, layout: ClassifierLayout) -> None:
-        """Pass when a posterior with this layout is one for the split's features and classes. Raises DataError otherwise."""
+        """Check that a posterior with this layout fits the split's features and classes.
+
+        Raises:
+            DataError: it does not.
+        """
         name, num_classes = self.content.name, len(self.content.classes)
         if self.content.head_weight is not None and not layout.can_replace(self.layout):
             raise DataError(f"the posterior takes {layout}, but split {name!r} has {self.layout}", code="wrong_layout")
@@ -240,40 +258,40 @@ class Split:
             raise DataError(message, code="wrong_layout")
 
     def target(self, prior: Prior, device: torch.device) -> LastLayerTarget:
-        """The log posterior of the head given this split."""
+        """Return the log posterior of the head given this split."""
         from bnncli.targets.last_layer import LastLayerTarget
 
         return LastLayerTarget(self.resident(device), self.labels(device), self.layout, prior)
 
     def head(self) -> Tensor | None:
-        """theta (P,) float64 of the network as trained; None without a head."""
+        """Return theta (P,) float64 of the trained network; None without a head."""
         return head_theta(self.content.head_weight, self.content.head_bias)
 
     def start(self) -> Tensor:
-        """Where the search for the mode starts: the network's head, or zero without one."""
+        """Return the starting point of the mode search: the network's head, or zeros without one."""
         head = self.head()
         return torch.zeros(self.layout.num_params, dtype=torch.float64) if head is None else head
 
 
 def feature_blocks(features: Tensor, device: torch.device) -> Iterator[Tensor]:
-    """Features (N, ...), wherever they lie, float32 on the device, block by block; most are one block."""
+    """Yield features (N, ...) block by block, float32 on the device; most fit in one block."""
     return (on_device(features[rows], device) for rows in block_rows(features, slice(0, len(features))))
 
 
 def block_rows(features: Tensor, rows: slice) -> list[slice]:
-    """The blocks of some rows of features (N, ...); an empty one where there are none."""
+    """Return the blocks of some rows of features (N, ...); one empty block if there are no rows."""
     size = max(1, PREDICTION_BYTES // (4 * features[:1].numel() or 1))
     starts = range(rows.start, max(rows.stop, rows.start + 1), size)
     return [slice(start, min(start + size, rows.stop)) for start in starts]
 
 
 def on_device(features: Tensor, device: torch.device) -> Tensor:
-    """Features (n, ...) on the device: float32, but token ids stay what they are."""
+    """Move features (n, ...) to the device as float32; token ids keep their type."""
     return features.to(device=device, dtype=torch.float32 if features.is_floating_point() else features.dtype)
 
 
 def head_theta(weight: np.ndarray | None, bias: np.ndarray | None) -> Tensor | None:
-    """theta (P,) float64 of a weight (K, D) and a bias (K,); None without a weight."""
+    """Return theta (P,) float64 from a weight (K, D) and a bias (K,); None without a weight."""
     if weight is None:
         return None
     layout = HeadLayout(weight.shape[0], weight.shape[1], has_bias=bias is not None)
@@ -281,11 +299,11 @@ def head_theta(weight: np.ndarray | None, bias: np.ndarray | None) -> Tensor | N
 
 
 def load_split(run: Run, name: str) -> Split:
-    """The features of a split of the run.
+    """Load the features of a split of the run.
 
     Raises:
-        MissingInput: not there, with the command that makes it and the splits there are.
-        DataError: damaged, of another checkpoint, or stale: newer ones were asked for in vain.
+        MissingInput: there is no such split; names the command that creates it and the available splits.
+        DataError: the features are damaged, from another checkpoint, or stale because a newer extraction failed.
     """
     path = run.folder.features(name)
     if not path.is_file():
@@ -333,7 +351,7 @@ def load_split(run: Run, name: str) -> Split:
 
 
 def posterior_source(run: Run, path: Path, role: str) -> tuple[Header, Source]:
-    """Header and identity of a posterior file, once it is known to be fresh and of this run's checkpoint."""
+    """Return header and identity of a posterior file after checking that it is fresh and from this run's checkpoint."""
     header = read_header(path)
     if header.kind not in ("posterior", "samples"):
         raise DataError(f"{path}: expected a posterior; got {header.kind}", code="wrong_kind", path=path)
@@ -342,10 +360,10 @@ def posterior_source(run: Run, path: Path, role: str) -> tuple[Header, Source]:
 
 
 def open_posterior(path: Path) -> tuple[Any, Header]:
-    """The posterior in a file, on the CPU, and its header; every byte is checked.
+    """Open a posterior file on the CPU, verifying every byte, and return the posterior and its header.
 
     Raises:
-        DataError: damaged, or of a type this version does not know.
+        DataError: the file is damaged or its type is unknown to this version.
     """
     header = read_header(path)
     if header.kind == "samples":
@@ -361,14 +379,14 @@ def open_posterior(path: Path) -> tuple[Any, Header]:
 
 
 def require_draws(run: Run, header: Header, *, num_used: int | None = None, option: str | None = None) -> None:
-    """Pass when the draws of a posterior have room, before they are read or made.
+    """Check that the draws of a posterior fit in memory before they are read or drawn.
 
     Args:
-        num_used: of them, or made; None for all that are stored.
-        option: of the command that says how many.
+        num_used: draws to read or create; None for all stored draws.
+        option: the command's option that sets this number.
 
     Raises:
-        DeviceError: they have none.
+        DeviceError: they do not fit.
     """
     metrics = header.meta.get("metrics", {})
     stored = int(metrics.get("chains", 0) * metrics.get("draws", 0)) if header.kind == "samples" else 0
@@ -379,7 +397,11 @@ def require_draws(run: Run, header: Header, *, num_used: int | None = None, opti
 
 
 def open_samples(path: Path) -> tuple[Samples, SampleFile]:
-    """The draws in a sample file as a posterior, and all that the file has. Raises DataError when it is damaged."""
+    """Open a sample file and return its draws as a posterior, and its whole content.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     content = read_samples(path)
     try:
         return samples_of(content), content
@@ -392,7 +414,11 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def samples_of(content: SampleFile) -> Samples:
-    """The draws (C, T, P) of a sample file as a posterior. Raises ValueError where it does not say of what they are."""
+    """Return the draws (C, T, P) of a sample file as a posterior.
+
+    Raises:
+        ValueError: the file does not say what the draws are of.
+    """
     if content.theta is not None:
         layout_of_network = ModuleLayout.from_meta({} if content.header is None else content.header.meta)
         return Samples(torch.from_numpy(content.theta), layout_of_network)
@@ -406,7 +432,11 @@ def samples_of(content: SampleFile) -> Samples:
 
 
 def posterior_prior(path: Path, header: Header) -> Prior:
-    """The prior recorded in a posterior's header. Raises DataError where there is none."""
+    """Return the prior recorded in a posterior's header.
+
+    Raises:
+        DataError: there is none.
+    """
     prior = recorded_prior(header)
     if prior is None:
         raise DataError(
@@ -418,10 +448,10 @@ def posterior_prior(path: Path, header: Header) -> Prior:
 
 
 def recorded_prior(header: Header) -> Prior | None:
-    """The prior recorded in a posterior's header, with its mean, which the file has; None without one.
+    """Return the prior recorded in a posterior's header, with its mean from the file; None without one.
 
     Raises:
-        DataError: it is no prior.
+        DataError: the record is not a prior.
     """
     try:
         return Prior.from_meta(header.meta, mean=_recorded_mean(header))
@@ -430,7 +460,7 @@ def recorded_prior(header: Header) -> Prior | None:
 
 
 def _recorded_mean(header: Header) -> Tensor | None:
-    """The mean (P,) of the prior that a posterior's header speaks of; None where it has none."""
+    """Return the mean (P,) of the recorded prior; None if it has none."""
     if header.meta.get("prior_mean_scale") is None:
         return None
     if header.kind == "samples":
@@ -444,6 +474,6 @@ def _recorded_mean(header: Header) -> Tensor | None:
 
 
 def head_tensors(train: Split) -> dict[str, Tensor]:
-    """The network's own head, which travels with every posterior; nothing without one."""
+    """Return the network's head, stored with every posterior; empty without one."""
     parts = {"head.weight": train.content.head_weight, "head.bias": train.content.head_bias}
     return {name: torch.from_numpy(part) for name, part in parts.items() if part is not None}

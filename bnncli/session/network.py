@@ -1,4 +1,4 @@
-"""The network of a run: loaded when it is first needed, its head found once, its features collected and resumable."""
+"""Load the run's network on first use, find its head once, and collect features resumably."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _READ = ("file_sha256", "weights_digest", "format", "selected_key", "stripped_pr
 
 
 def record_of(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The record of the run's checkpoint, once it was read."""
+    """Return the record of the run's checkpoint after it has been read."""
     read = {name: getattr(checkpoint, name) for name in _READ}
     return {"path": run.checkpoint_path.name, **read, "stripped_prefixes": list(checkpoint.stripped_prefixes)}
 
 
 def record_of_files(run: Run, files: ModelFiles, *, kind: str, file_sha256: str, weights_digest: str) -> dict[str, Any]:
-    """The record of a model with weights of its own, once it was built.
+    """Return the record of a model with its own weights after it has been built.
 
     Args:
         kind: of the model, hf or another.
-        file_sha256: of its files, before they were read.
-        weights_digest: of the built network's state dict and that.
+        file_sha256: digest of its files before they were read.
+        weights_digest: digest of the built network's state dict and of file_sha256.
     """
     digests = {"file_sha256": file_sha256, "weights_digest": weights_digest}
     read: dict[str, Any] = {"format": kind, "selected_key": None, "stripped_prefixes": [], "size": files.size}
@@ -65,16 +65,16 @@ def record_of_files(run: Run, files: ModelFiles, *, kind: str, file_sha256: str,
 
 
 def recorded_checkpoint(run: Run, files: ModelFiles | None, *, state: str | None) -> dict[str, Any] | None:
-    """The record of the run's checkpoint by features that were made with a file of the same bytes; None without any.
+    """Return the checkpoint's record from features extracted with identical files; None if there are none.
 
-    Features that came with warnings do not count: some may be about the checkpoint, and are to be said again.
+    Features with warnings are ignored: the warnings may concern the checkpoint and must be repeated.
 
     Args:
-        files: of a model with weights of its own, which are the checkpoint then.
-        state: which of the checkpoint's weights the features are of.
+        files: of a model with its own weights, which then are the checkpoint.
+        state: which weights of the checkpoint the features were computed with.
 
     Raises:
-        MissingInput, DeviceError, ReadError: the checkpoint cannot be read, as open_regular says.
+        MissingInput, DeviceError, ReadError: the checkpoint cannot be read, see open_regular.
     """
     if files is not None:
         records = _records(run, files.to_json(run.folder.root), state)
@@ -89,13 +89,13 @@ def recorded_checkpoint(run: Run, files: ModelFiles | None, *, state: str | None
 
 
 def _records(run: Run, place: dict[str, Any], state: str | None) -> list[dict[str, Any]]:
-    """The records in the run's features that say all that reading the checkpoint again would, with its place as it is now."""
+    """Return the complete checkpoint records in the run's features, with the current location."""
     found = []
     for name in run.folder.splits():
         try:
             header = read_header(run.folder.features(name))
             is_of_use = header.kind == "features" and header.provenance.get("warnings") == [] and not is_another(header)
-        except BnnError:  # said where that split is asked for
+        except BnnError:  # reported when that split is loaded
             continue
         record = header.provenance.get("checkpoint")
         is_of_use = is_of_use and header.provenance["params"].get("state") == state
@@ -105,18 +105,18 @@ def _records(run: Run, place: dict[str, Any], state: str | None) -> list[dict[st
 
 
 class FeatureStore:
-    """The features of one split, with labels and what logits the batches have.
+    """Features of one split, with labels and the logits of some batches.
 
-    A state is stored when it is due, when the run is interrupted, and at the end of a split where the command has gone on
-    for as long: what is complete is not done again when a later split is interrupted.
+    The state is saved when due, on interruption, and at the end of a split if the command has run that long, so that
+    a later interruption does not lose completed splits.
 
     Args:
         run, request: what the features are for; a state of another request is refused.
-        dtype: the features' own.
-        batch_size: of the network: sums depend on it, so that a run goes on with the same one alone.
-        resume: whether a state that is there is to be continued.
-        save_every: seconds between states; 0 saves one after every batch.
-        buffer_bytes: features kept in memory; where there are no more of them no file is made.
+        dtype: of the features.
+        batch_size: of the network; sums depend on it, so a run only resumes with the same value.
+        resume: whether to continue from an existing state.
+        save_every: seconds between states; 0 saves after every batch.
+        buffer_bytes: features kept in memory; no file is created if all fit.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class FeatureStore:
         self.num_rows = 0
 
     def restore(self) -> int:
-        """How many rows an interrupted run has left, with --resume; 0 to start afresh.
+        """Restore an interrupted run with --resume and return its number of rows; 0 to start from scratch.
 
         Raises:
-            DataError: what is there is damaged, or of another request.
+            DataError: the state is damaged or belongs to another request.
         """
         state = self._resumable.restore(lambda state: f" after {int(state['num_rows'])} rows of {self._target.stem}")
         if state is not None:
@@ -162,11 +162,11 @@ class FeatureStore:
         return self.num_rows
 
     def collect(self, batches: Iterator[ExtractedFeatures]) -> ExtractedFeatures:
-        """All rows, those of an interrupted run before those of the batches; logits of those that have them.
+        """Return all rows, restored rows first, and the logits of batches that have them.
 
         Raises:
-            OutputExists, WriteError: what does not stay in memory cannot be written.
-            Interrupted: with the command that goes on.
+            OutputExists, WriteError: features that exceed the buffer cannot be written.
+            Interrupted: with the command that resumes.
         """
         with self._resumable.hint():
             try:
@@ -179,7 +179,7 @@ class FeatureStore:
                 raise
             if self._save_every and self._run.seconds >= self._save_every:
                 self._resumable.offer(self._state, is_last=True)
-            assert self._rows is not None  # no split is empty
+            assert self._rows is not None  # splits are never empty
             parts = {name: torch.cat(found) for name, found in self._parts.items()}
             rows, labels = self._rows.collected(), parts.get("labels")
             return ExtractedFeatures(
@@ -195,19 +195,19 @@ class FeatureStore:
             )
 
     def close(self) -> None:
-        """No more rows come: keep their file as long as a state needs it, and not otherwise."""
+        """Close the store; keep its file only if a state needs it."""
         if self._rows is not None:
             self._rows.close()
             if not self._resumable.is_stored:
                 self._rows.remove()
 
     def remove(self) -> None:
-        """The features are published: neither the state nor the file is needed."""
+        """Remove state and file after the features are published."""
         self._resumable.remove()
         if self._rows is not None:
             self._rows.remove()
         with suppress(OSError):
-            remove_state(rows_path(self._target))  # of an earlier run that nobody went on with
+            remove_state(rows_path(self._target))  # left by an earlier run that was never resumed
 
     def _add(self, batch: ExtractedFeatures) -> None:
         if self._rows is None:
@@ -226,7 +226,7 @@ class FeatureStore:
         self._padding = batch.padding if self._padding is None else self._padding
 
     def _state(self) -> State:
-        """What an interrupted run goes on from; the rows that it counts are on disk first."""
+        """Return the state to resume from, after flushing its rows to disk."""
         assert self._rows is not None
         assert self._inputs is not None
         self._rows.flush()
@@ -256,11 +256,12 @@ class FeatureStore:
 
 
 class Order(NamedTuple):
-    """What the first process asks of the others: the batches of a split, each worker its turns.
+    """Request from the first process to compute the batches of a split, each worker taking turns.
 
     Attributes:
-        split: its name. outline: its outline_digest, which must be everybody's.
-        weights: digest of the network's, which must be everybody's.
+        split: its name.
+        outline: its outline_digest; must match on all workers.
+        weights: digest of the network's weights; must match on all workers.
         first_row, num_logits: see `extract`.
     """
 
@@ -272,11 +273,15 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, split: InputSplit, record: Mapping[str, Any] | None, *, first_row: int, num_logits: int) -> Order:
-        """The order for a split, with a network of this record."""
+        """Return the order for a split and a network with this record."""
         return cls(split.name, split.outline_digest, weights_of(record), first_row, num_logits)
 
     def check(self, split: InputSplit, record: Mapping[str, Any] | None) -> None:
-        """Pass where a worker has opened the same. Raises DataError where it has not."""
+        """Check that a worker has opened the same split and network.
+
+        Raises:
+            DataError: it has not.
+        """
         hint = "give all workers the same files, and run the command again"
         if split.outline_digest != self.outline:
             raise DataError(
@@ -287,27 +292,27 @@ class Order(NamedTuple):
 
 
 def weights_of(record: Mapping[str, Any] | None) -> str | None:
-    """Digest of the weights that a record is of."""
+    """Return the digest of the weights in a record."""
     return None if record is None else str(record["weights_digest"])
 
 
 def begin(crew: Team) -> None:
-    """Tell the others that there is work, which takes the network."""
+    """Tell the other workers that there is work for the network."""
     crew.told_by_leader(True)
 
 
 def end(crew: Team) -> None:
-    """Tell the others that there is no more work."""
+    """Tell the other workers that there is no more work."""
     crew.told_by_leader(None)
 
 
 def has_begun(crew: Team) -> bool:
-    """Whether there is work: what the first process tells, once it knows."""
+    """Wait for the first process and return whether there is work."""
     return crew.told_by_leader(None) is not None
 
 
 def orders(crew: Team) -> Iterator[Order]:
-    """What the first process asks for, one order after another, once work has begun."""
+    """Yield the orders of the first process after work has begun."""
     while (order := crew.told_by_leader(None)) is not None:
         yield order
 
@@ -315,14 +320,14 @@ def orders(crew: Team) -> Iterator[Order]:
 def in_turns(
     batches: Callable[..., Iterator[ExtractedFeatures]], crew: Team, order: Order, num_batches: int
 ) -> Iterator[ExtractedFeatures]:
-    """All batches of an order, as the first process has them: its own, and those that the others send.
+    """Yield all batches of an order on the first process: its own and those sent by the other workers.
 
     Args:
-        batches: gives those of some `turns`.
+        batches: computes the batches of some `turns`.
         num_batches: of all workers.
 
     Raises:
-        BnnError: what one of them raises, the first in the order of the rows; a worker has ended.
+        BnnError: the first error of any worker in row order, or a worker has ended.
     """
     crew.told_by_leader(order)
     own = batches(turns=slice(crew.rank, None, crew.size))
@@ -335,10 +340,10 @@ def in_turns(
 
 
 def lend(batches: Callable[..., Iterator[ExtractedFeatures]], crew: Team) -> None:
-    """Compute this worker's turns of an order, and send them to the first process; what fails ends them, and is sent.
+    """Compute this worker's turns of an order and send them to the first process; an error is sent and ends them.
 
     Args:
-        batches: as for `in_turns`.
+        batches: see `in_turns`.
     """
     sending: Sending | None = None
     for found in _or_error(batches(turns=slice(crew.rank, None, crew.size)), crew.rank):
@@ -350,7 +355,7 @@ def lend(batches: Callable[..., Iterator[ExtractedFeatures]], crew: Team) -> Non
 
 
 def _or_error(batches: Iterator[ExtractedFeatures], rank: int) -> Iterator[ExtractedFeatures | BnnError]:
-    """The batches, and what an expected error ends them with. What the machine lacks names the worker."""
+    """Yield the batches, then the expected error that ends them, if any; device errors name the worker."""
     try:
         yield from batches
     except Exception as error:
@@ -362,16 +367,16 @@ def _or_error(batches: Iterator[ExtractedFeatures], rank: int) -> Iterator[Extra
 
 @dataclass
 class Network:
-    """A network by its name, filled with the run's checkpoint.
+    """A network, filled with the run's checkpoint.
 
     Attributes:
         spec: a built-in name, KIND:PLACE, package.module:factory or file.py:factory; the last two run the user's code.
         arguments: of the network, each as KEY=VALUE.
-        last_layer: name of the last layer; None for the one that is found.
-        checkpoint: None where inputs are the features, and where a model has weights of its own.
+        last_layer: name of the last layer; None to find it.
+        checkpoint: None if inputs are the features, or if the model has its own weights.
         saved: the model of KIND:PLACE.
-        output: of the network's outputs, the one that are the logits; None for the one that is found.
-        autocast: what it computes in, of bnncli.models.features.AUTOCAST; None for float32.
+        output: the network output that holds the logits; None to find it.
+        autocast: computation type, from bnncli.models.features.AUTOCAST; None for float32.
     """
 
     run: Run
@@ -397,13 +402,13 @@ class Network:
         *,
         state: str | None = None,
     ) -> Network:
-        """The network, its checkpoint read and checked; what is odd about that is warned of.
+        """Create the network after reading and checking its checkpoint; warn of anything unusual.
 
         Args:
-            state: which of the checkpoint's weights, where it has several.
+            state: which weights of the checkpoint to use if it has several.
 
         Raises:
-            UsageError: one is named, and the network has none but its own weights.
+            UsageError: `state` is given, but the network only has its own weights.
         """
         if spec == NO_NETWORK or own_files(saved, run.checkpoint_path) is not None:
             if state is not None:
@@ -416,20 +421,20 @@ class Network:
 
     @cached_property
     def module(self) -> torch.nn.Module:
-        """The network with the checkpoint's weights, or its own, on the device."""
+        """Return the network on the device with the checkpoint's weights, or its own."""
         return self._built[0]
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What provenance says of its weights; None where inputs are the features."""
+        """Return the provenance record of the weights; None if inputs are the features."""
         return record_of(self.run, self.checkpoint) if self.checkpoint is not None else self._built[1]
 
     @cached_property
     def _built(self) -> tuple[torch.nn.Module, dict[str, Any] | None]:
-        """The network, and the record of its own weights.
+        """Build the network and return it with the record of its own weights.
 
         Raises:
-            DataError: a file of the model was replaced meanwhile.
+            DataError: a model file changed while it was read.
         """
         state = None if self.checkpoint is None else self.checkpoint.state
         device = self.run.device
@@ -445,7 +450,7 @@ class Network:
         if files.states() != before:
             message = f"a file in {files.folder} was replaced while bnncli read it"
             raise DataError(message, code="input_replaced", hint="run the command again", path=files.folder)
-        named: dict[str, Any] = {"": np.array([digest])}  # another tokenizer is another model, with the same weights
+        named: dict[str, Any] = {"": np.array([digest])}  # same weights with another tokenizer are another model
         named |= {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
         record = record_of_files(
             self.run,
@@ -457,13 +462,13 @@ class Network:
         return module.to(device), record
 
     def _noted(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor] | None) -> torch.nn.Module:
-        """The network, once it is said where in the checkpoint its weights were."""
+        """Report which entry of the checkpoint holds the weights, and return the network."""
         for note in describe_name_mapping(state or {}, module):
             self.run.console.info(note)
         return module
 
     def head(self, example: InputSplit) -> Head | None:
-        """The last layer: as named, or found on the first rows of a split; None for flatten."""
+        """Return the last layer, named or found on the first rows of a split; None for flatten."""
         if self._head is None:
             self._head = (self._find_head(example),)
         return self._head[0]
@@ -489,13 +494,13 @@ class Network:
         num_workers: int = 0,
         store: FeatureStore | None = None,
     ) -> ExtractedFeatures:
-        """Features and labels of a whole split, and the logits that a store keeps, on the CPU; raises as `extract` does.
+        """Return features and labels of a whole split and the logits that a store keeps, on the CPU.
 
-        The first of a crew has the others compute their turns of the batches.
+        The first worker of a team has the others compute their turns of the batches. Raises as `extract`.
 
         Args:
-            dtype: what features are stored in, float32 or float16.
-            store: where they are collected, and what is there of an interrupted run; none keeps all in memory.
+            dtype: type of the stored features, float32 or float16.
+            store: collects the features and restores an interrupted run; None keeps all in memory.
         """
         first_row = 0 if store is None else store.restore()
         num_logits = 0 if store is None else CHECK_ROWS
@@ -529,7 +534,7 @@ class Network:
         num_logits: int,
         turns: slice = slice(None),
     ) -> Iterator[ExtractedFeatures]:
-        """Features and labels of the batches from first_row on, or of some; arguments and errors as those of `extract`."""
+        """Yield features and labels of all or some batches from first_row on; arguments and errors as for `extract`."""
         batches = partial(
             extract,
             self.module,
@@ -545,23 +550,23 @@ class Network:
             turns=turns,
             num_checked=self._num_checked,
         )
-        for batch in batches():  # by no name, for what an error would keep
+        for batch in batches():  # unnamed, so that a traceback does not keep the iterator alive
             yield batch
             self._num_checked = max(self._num_checked, min(len(batch.features), 2))
 
 
-_PROGRAM = "jit"  # the kind of model that is a program
+_PROGRAM = "jit"  # model kind that is a program
 
 
 class RecordedNetwork:
-    """The network that the features of a run were made by.
+    """The network that a run's features were extracted with.
 
     Attributes:
-        header: of the split whose record this is.
+        header: of the split with this record.
         network: filled with the checkpoint's weights.
-        preprocess: what was done to the inputs.
-        dtype: that features are stored in.
-        folder: of the code that made it, for what that imports later; None without code.
+        preprocess: applied to the inputs.
+        dtype: of the stored features.
+        folder: folder of the network's code, for later imports; None without code.
     """
 
     def __init__(self, run: Run, header: Header, params: Mapping[str, Any], code: str | None) -> None:
@@ -581,15 +586,19 @@ class RecordedNetwork:
             raise DataError(f"{header.path} was created from other weights", code="wrong_checkpoint", path=header.path)
 
     def is_of(self, header: Header, code: str | None) -> bool:
-        """Whether it was made as this header says, of this code."""
+        """Return whether this is the network that the header records, with this code."""
         return (self.header.content_digest, self._code) == (header.content_digest, code)
 
     def visible(self) -> AbstractContextManager[object]:
-        """While it runs: the folder of its code is there to import from."""
+        """Return a context in which the network's code can import from its folder."""
         return nullcontext() if self.folder is None else self.folder.visible()
 
     def check_head(self, head: Any) -> None:
-        """Pass when the network's last layer is the head that the run's features belong to. Raises DataError otherwise."""
+        """Check that the network's last layer is the head of the run's features.
+
+        Raises:
+            DataError: it is not.
+        """
         parts = {} if head is None else {"weight": head.weight, "bias": head.bias}
         digest = tensor_digest({name: part.numpy() for name, part in parts.items() if part is not None})
         if digest != self.header.meta.get("head_digest"):
@@ -602,10 +611,10 @@ class RecordedNetwork:
 
 
 def network_header(run: Run) -> Header:
-    """The header of the first split of the run that can be used; its network is that of all.
+    """Return the header of the run's first usable split; all splits share its network.
 
     Raises:
-        DataError: all are stale or damaged.
+        DataError: all splits are stale or damaged.
     """
     first: BnnError | None = None
     for name in run.folder.splits():
@@ -624,15 +633,15 @@ Opened = TypeVar("Opened", bound=RecordedNetwork)
 def open_recorded(
     kind: type[Opened], run: Run, header: Header, named: str | None, known: Opened | None = None
 ) -> Opened:
-    """The network that a split was made by, as this kind; all is checked again where it is known.
+    """Open the network a split was extracted with, checking an already known one again.
 
     Args:
-        named: what the caller calls it; code is run only if it is named.
-        known: the one of an earlier call, given back where split and code are still the same.
+        named: the caller's name for the network; code only runs if it is named.
+        known: from an earlier call; returned if split and code are unchanged.
 
     Raises:
-        DataError: the split was made by none, or the code has changed since.
-        Untrusted: the network is code that nobody named.
+        DataError: the split has no network, or the code has changed since.
+        Untrusted: the network is code that was not named.
         UsageError: another network was named.
     """
     params = header.provenance.get("params", {})
@@ -657,26 +666,30 @@ def open_recorded(
 
 
 def runs_code(spec: str) -> bool:
-    """Whether opening this network runs code that is not ours: a factory, a TorchScript program, or a kind that others installed."""
+    """Return whether opening this network runs foreign code: a factory, a TorchScript program or a plugin kind."""
     kind, colon, _ = spec.partition(":")
     own = {*registry.own_names("models")} - {_PROGRAM} if colon else {*registry.own_names("networks")}
     return kind not in own
 
 
 def _check_same_code(spec: str, named: str) -> None:
-    """Pass when the same factory of a file, or a model of the same kind, is named by another path. Raises UsageError otherwise."""
+    """Check that two names are the same file's factory or models of one kind.
+
+    Raises:
+        UsageError: they are not.
+    """
     if is_kind(spec) and named.partition(":")[0] == spec.partition(":")[0]:
-        return  # whether its files are the same is looked at next
+        return  # file contents are compared next
     (place, _, factory), (own, _, recorded) = named.rpartition(":"), spec.rpartition(":")
     if not (place.endswith(".py") and own.endswith(".py") and factory == recorded):
         raise UsageError(f"\0model\0: the features of this run come from {spec!r}; got {named!r}")
 
 
 def _checked_code(run: Run, header: Header, named: str) -> str | None:
-    """Digest of a network's file or files, which are as they were when the features were made; None where there are none.
+    """Return the digest of a network's files, checked to be unchanged since extraction; None without files.
 
     Raises:
-        DataError: one has changed; where that is allowed, it is warned of.
+        DataError: a file has changed; a warning instead if that is allowed.
     """
     recorded = [entry["content_digest"] for entry in header.inputs if entry["role"] == "model"]
     found = _files_of_model(named, header) if is_kind(named) else _file_of_code(named)
@@ -686,7 +699,7 @@ def _checked_code(run: Run, header: Header, named: str) -> str | None:
     if not recorded or recorded == [digest]:
         return digest
     message = f"{place} has changed since {header.path} was created from it"
-    if is_kind(named):  # the folder that has all of several files says little
+    if is_kind(named):  # the common folder of several files is not informative
         message = f"the files of {named!r} have changed or moved since {header.path} was created from them"
     if not run.inputs.allow_stale:
         hint = run.remake(header, force=True) or UNKNOWN_MAKER
@@ -696,13 +709,13 @@ def _checked_code(run: Run, header: Header, named: str) -> str | None:
 
 
 def _file_of_code(named: str) -> tuple[Path, str] | None:
-    """The file of a factory and its digest; None where a module is named."""
+    """Return a factory's file and its digest; None for a module name."""
     code = Path(named.rpartition(":")[0])
     return (code, f"sha256:{file_sha256(code)}") if code.suffix == ".py" and code.is_file() else None
 
 
 def _files_of_model(named: str, header: Header) -> tuple[Path, str] | None:
-    """The folder of a saved model's files and their digest; None where it has none."""
+    """Return the folder of a saved model's files and their digest; None without files."""
     saved = saved_as(named, header)
     if saved is None or not saved.files:
         return None
@@ -711,7 +724,7 @@ def _files_of_model(named: str, header: Header) -> tuple[Path, str] | None:
 
 
 def saved_as(spec: str, header: Header) -> SavedModel | None:
-    """The saved model that features were made by, as their parameters say; None for other networks."""
+    """Return the saved model in a feature header's parameters; None for other networks."""
     with interpreting(header.path):
         params = header.provenance["params"]
         arguments = list(params["model_arg"])

@@ -1,4 +1,4 @@
-"""Whether a network was read correctly: its fit to the labels, and inputs unlike those it was extracted on."""
+"""Check that a network was read correctly: its fit to the labels, and inputs unlike those it was extracted with."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from bnncli.names import counted, percent, quoted
 from bnncli.progress import Progress
 from bnncli.session.run import Run
 
-_FACTOR, _OOD_FACTOR = 10.0, 50.0  # of scale, both of the mean absolute value and of the deviation
-_FEW_ROWS = 16  # with fewer, an image may be all white or all black
+_FACTOR, _OOD_FACTOR = 10.0, 50.0  # ratios of mean absolute value and of deviation that count as another scale
+_FEW_ROWS = 16  # an image in a smaller sample may be all white or all black
 _MUCH_NEGATIVE = 0.2
-_SHIFT, _LARGE_SHIFT, _SPREAD = 0.5, 3.0, 1.9  # of the mean, in deviations; between deviations
-_INVERTED, _NEAR, _ALIKE = 1.0, 0.25, 1.25  # shift of the mean, from its mirror image; between deviations
-_SIDE = 1.5  # of the height or width of images
+_SHIFT, _LARGE_SHIFT, _SPREAD = 0.5, 3.0, 1.9  # shift of the mean in deviations; ratio of deviations
+_INVERTED, _NEAR, _ALIKE = 1.0, 0.25, 1.25  # shift of the mean, distance from its mirror image; ratio of deviations
+_SIDE = 1.5  # ratio of heights or widths of images
 _FEW_TOKENS, _COVERED, _ONE_TOKEN, _TIMES_AS_LARGE = 200, 4.0, 0.25, 20.0
 
 
 def recorded_statistics(header: Header) -> Mapping[str, Any] | None:
-    """Return what the features of a split record of its inputs; None of earlier versions and of ready features."""
+    """Return a split's recorded input statistics; None for features of earlier versions and ready-made features."""
     record = header.provenance.get("input_statistics")
     if record is None:
         return None
     with interpreting(header.path):
-        difference("", record, "", record, is_scale_alone=False)  # which looks at all of it
+        difference("", record, "", record, is_scale_alone=False)  # reads every field
     return dict(record)
 
 
 def reference_of(run: Run) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the split whose inputs the others are compared with, train or the first that is not OOD, and its statistics."""
+    """Return the reference split (train, or the first that is not OOD) and its input statistics."""
     for name in run.folder.splits():
-        with suppress(DataError):  # of a damaged split, which other splits do without
+        with suppress(DataError):  # a damaged split does not block the others
             header = read_header(run.folder.features(name))
             if not _is_lenient(header) and (found := recorded_statistics(header)) is not None:
                 return name, found
@@ -51,7 +51,7 @@ def reference_of(run: Run) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def unlike_inputs(run: Run, names: Iterable[str]) -> list[str]:
-    """Return how the inputs of each of these splits of the run are unlike those of the first, in words, where they are."""
+    """Return a description of how each split's inputs differ from the reference's, for splits that differ."""
     reference = reference_of(run)
     found = []
     for name in names:
@@ -65,11 +65,11 @@ def unlike_inputs(run: Run, names: Iterable[str]) -> list[str]:
 def difference(
     name: str, found: Mapping[str, Any], reference: str, known: Mapping[str, Any], *, is_scale_alone: bool
 ) -> str | None:
-    """Return how inputs are unlike others, in words; None where they are alike.
+    """Return how inputs differ from a reference, in words; None if they are alike.
 
     Args:
         name, reference: of the two splits. found, known: their statistics, see `InputSums.statistics`.
-        is_scale_alone: whether they may differ in all but a factor such as 255, as OOD data and corrupted copies may.
+        is_scale_alone: whether only a difference in scale (such as 255) counts, as for OOD data and corrupted copies.
     """
     if "tokens" in found and "tokens" in known:
         return None if is_scale_alone else _of_tokens(name, found["tokens"], reference, known["tokens"])
@@ -143,7 +143,7 @@ def _of_tokens(name: str, found: Mapping[str, Any], reference: str, known: Mappi
 
 
 def _is_lenient(header: Header) -> bool:
-    """Whether a split is OOD, or its images were shifted on purpose."""
+    """Return whether a split is OOD, or its images were shifted on purpose."""
     params = header.provenance.get("params", {})
     return bool(header.meta.get("is_ood")) or any(params.get(name) is not None for name in ("rotate", "corrupt"))
 
@@ -174,25 +174,25 @@ def _size(sides: Sequence[int]) -> str:
 
 FITS, OVERCONFIDENT, MISREAD = "fits", "overconfident", "misread"
 _BLOCK_BYTES = 1 << 25
-_LEVEL = 0.01  # of calling a network misread by its accuracy, where that is just the threshold
-_NLL_ERRORS = 2.33  # standard errors that the NLL must be above that of equal probabilities: 1 % of a normal's mass
-_SKILL = 0.2  # of the way from chance to all right
-_MOST_NATS, _FEWEST_ERRORS = 50.0, 5  # of an error on average, and so many errors that it is one
-_MOST_CLASSES = 1000  # of which a matching is looked for
-_GAIN, _TIMES, _MATCH_LEVEL = 0.2, 1.5, 1e-3  # by which another numbering must fit better, and its level
-_MOST_PAIRS = 3  # of a matching that are named
+_LEVEL = 0.01  # level of the test that accuracy is below the threshold
+_NLL_ERRORS = 2.33  # standard errors by which the NLL must exceed the uniform NLL: a one-sided 1% test
+_SKILL = 0.2  # share of the way from chance to perfect accuracy
+_MOST_NATS, _FEWEST_ERRORS = 50.0, 5  # mean nats per error, and the fewest errors for that mean
+_MOST_CLASSES = 1000  # largest number of classes to match
+_GAIN, _TIMES, _MATCH_LEVEL = 0.2, 1.5, 1e-3  # gain and ratio by which another numbering must fit better; its level
+_MOST_PAIRS = 3  # pairs of a matching to name
 
 
 @dataclass(frozen=True)
 class NetworkFit:
-    """How a network fits the labels of a split.
+    """A network's fit to the labels of a split.
 
     Attributes:
-        accuracy, nll: of all examples, nats; where an example has several labels, means over these too.
-        uniform_nll: of equal probabilities.
-        largest_class: its share; of several labels the mean share of the commoner value.
-        verdict: FITS, OVERCONFIDENT or MISREAD; None where the inputs were shifted on purpose.
-        relabelled: the numbering of the labels that fits far better, in words, with its accuracy; None without one.
+        accuracy, nll: over all examples, nats; also over labels if an example has several.
+        uniform_nll: NLL of equal probabilities.
+        largest_class: its share; with several labels, the mean share of the more common value.
+        verdict: FITS, OVERCONFIDENT or MISREAD; None if the inputs were shifted on purpose.
+        relabelled: a numbering of the labels that fits far better, in words, with its accuracy; None without one.
     """
 
     accuracy: float
@@ -205,21 +205,20 @@ class NetworkFit:
 
     @property
     def nats_of_error(self) -> float:
-        """What an error costs on average; 0 where there are too few errors to tell."""
+        """Return the mean cost of an error in nats; 0 with too few errors."""
         share = 1 - self.accuracy
         return self.nll / share if round(share * self.num_examples) >= _FEWEST_ERRORS else 0.0
 
     @property
     def is_of_another_scale(self) -> bool:
-        """Whether errors cost more than training leads to."""
+        """Return whether errors cost more than training would produce."""
         return self.nats_of_error > _MOST_NATS
 
     def to_json(self) -> dict[str, Any]:
-        """Numbers as they are recorded, to six digits after the point."""
+        """Return the numbers to record, rounded to six decimals."""
         return {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     def sentence(self, split: str) -> str:
-        """Return the line for one split."""
         text = f"{split}: network accuracy {percent(self.accuracy)}, NLL {self.nll:.4f}"
         if self.verdict == OVERCONFIDENT:
             text += (
@@ -243,10 +242,10 @@ class NetworkFit:
 
 
 def fit_of(content: FeatureFile, *, is_judged: bool, progress: Progress) -> NetworkFit | None:
-    """Return how the head fits a split's labels; None without a head or without labels.
+    """Measure how the head fits a split's labels; None without a head or labels.
 
     Args:
-        is_judged: whether there is a verdict, as of inputs that were not shifted on purpose.
+        is_judged: whether to give a verdict; False for inputs shifted on purpose.
     """
     weight, labels = content.head_weight, content.labels
     if weight is None or labels is None:
@@ -259,7 +258,7 @@ def fit_of(content: FeatureFile, *, is_judged: bool, progress: Progress) -> Netw
         features = content.features[start : start + size].astype(np.float32, copy=False)
         with np.errstate(over="ignore", invalid="ignore"):
             logits = (features @ weight.T).astype(np.float64)
-        if not np.isfinite(logits).all():  # beyond float32
+        if not np.isfinite(logits).all():  # overflows float32
             logits = features.astype(np.float64) @ weight.T.astype(np.float64)
         logits += 0 if content.head_bias is None else content.head_bias
         found.add(logits, labels[start : start + size], start)
@@ -274,12 +273,12 @@ class _Sums:
         self.likelihood, self.num_examples, self.num_classes = likelihood, num_examples, likelihood.num_classes
         self.correct = self.loss = self.squared_loss = 0.0
         self.predicted = np.zeros(self.num_classes)
-        # (2, C, C): given label, predicted class; of rows with even and with odd numbers.
+        # (2, C, C) counts by given label and predicted class, for even and odd rows.
         has_table = likelihood.is_exclusive and self.num_classes <= _MOST_CLASSES
         self.confusion = np.zeros((2, self.num_classes, self.num_classes), np.int64) if has_table else None
 
     def add(self, logits: NDArray, labels: NDArray, start: int) -> None:
-        """Take in logits (n, K) and labels (n,), or (n, C) of several, of the rows from `start` on."""
+        """Add logits (n, K) and labels (n,) or (n, C) of the rows from `start` on."""
         outputs = torch.from_numpy(logits)
         losses = self.likelihood.losses(outputs, torch.from_numpy(np.ascontiguousarray(labels)), 1.0).numpy()
         class_logits = self.likelihood.class_logits(outputs, dim=1).numpy()
@@ -298,7 +297,7 @@ class _Sums:
         self.squared_loss += float((losses**2).sum())
 
     def fit(self, labels: NDArray, classes: Sequence[str], *, is_judged: bool) -> NetworkFit:
-        """Return the numbers of all examples, and the verdict."""
+        """Return the fit over all examples, with its verdict."""
         num, num_classes = self.num_examples, self.num_classes
         given, predicted = label_counts(labels, num_classes) / num, self.predicted / num
         if self.likelihood.is_exclusive:
@@ -320,7 +319,7 @@ class _Sums:
 
 
 def _relabelled(confusion: NDArray, largest: float, classes: Sequence[str]) -> dict[str, Any] | None:
-    """Return the numbering of the labels that fits far better than the one given, beyond chance; None without one."""
+    """Return a numbering of the labels that fits far better than the given one, beyond chance; None without one."""
     total = confusion.sum(axis=0)
     num, num_classes = int(total.sum()), len(total)
     correct = int(total.trace())
@@ -335,9 +334,9 @@ def _relabelled(confusion: NDArray, largest: float, classes: Sequence[str]) -> d
         if is_far_better(count):
             how = f"shifted by one: with label {'-' if step < 0 else '+'} 1"
             return {"how": how, "accuracy": count / num}
-    if not is_far_better(int(total.max(axis=1).sum())):  # which no matching is above
+    if not is_far_better(int(total.max(axis=1).sum())):  # upper bound of any matching
         return None
-    from scipy.optimize import linear_sum_assignment  # here, as it is slow to import
+    from scipy.optimize import linear_sum_assignment  # slow to import
 
     even, odd = (linear_sum_assignment(-table)[1] for table in confusion)
     count = int(confusion[1][labels, even].sum() + confusion[0][labels, odd].sum())
@@ -352,25 +351,29 @@ def _relabelled(confusion: NDArray, largest: float, classes: Sequence[str]) -> d
 
 
 def recorded_fit(header: Header) -> NetworkFit | None:
-    """Return what the features of a split record; None of splits without labels or head, and of earlier versions."""
+    """Return a split's recorded fit; None for splits without labels or head, and of earlier versions."""
     record = header.provenance.get("network_fit")
     if record is None:
         return None
     with interpreting(header.path):
         fit = NetworkFit(**{one.name: record[one.name] for one in fields(NetworkFit)})
-        _ = fit.sentence(""), fit.doubt("")  # which look at all of it
+        _ = fit.sentence(""), fit.doubt("")  # reads every field
     return fit
 
 
 def misread_splits(run: Run, names: Iterable[str]) -> list[str]:
-    """Return what is wrong with each of these splits that the network was found to misread."""
+    """Return a description of each of these splits that the network misreads."""
     paths = [(name, run.folder.features(name)) for name in dict.fromkeys(names)]
     fits = [(name, recorded_fit(read_header(path))) for name, path in paths if path.is_file()]
     return [fit.doubt(name) for name, fit in fits if fit is not None and fit.verdict == MISREAD]
 
 
 def check_network_fits(run: Run, names: Iterable[str], *, is_accepted: bool) -> None:
-    """Pass where the network was not found to misread these splits, or that is accepted. Raises CheckFailed otherwise."""
+    """Check that the network does not misread these splits, unless accepted.
+
+    Raises:
+        CheckFailed: it does.
+    """
     found = [] if is_accepted else misread_splits(run, names)
     if found:
         others = f"; {counted(len(found) - 1, 'more split')} like this" if len(found) > 1 else ""

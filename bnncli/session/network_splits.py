@@ -1,4 +1,4 @@
-"""Splits for posteriors over other layers: a network's inputs in the place of features."""
+"""Splits for posteriors over other layers, with a network's inputs in place of features."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from bnncli.posteriors.point import Point
 
 
-_AT_ONCE = 32  # examples whose logits are compared in one pass
-TOLERANCE = 1e-3  # of logits, in units of 1 + the largest: what other block sizes and releases of torch change
-_SAME = 1e-6  # of derivatives both ways, in float64, relative to what is summed
-_STEP = 1e-4  # of parameters that seem to have no derivatives
-AUTOCAST_TOLERANCE = 0.1  # where features were made in lower precision; here the network computes in float32
+_AT_ONCE = 32  # examples per pass when comparing logits
+TOLERANCE = 1e-3  # of logits, relative to 1 + the largest: covers other block sizes and torch releases
+_SAME = 1e-6  # of derivatives by both modes in float64, relative to the sum of terms
+_STEP = 1e-4  # step for parameters that seem to have no derivatives
+AUTOCAST_TOLERANCE = 0.1  # for features extracted in lower precision; the network here computes in float32
 
 
 def check_logits(layout: ModuleLayout, inputs: Tensor, stored: NDArray, *, name: str, tolerance: float) -> None:
-    """Pass when the network gives the logits that it gave extract-features.
+    """Check that the network reproduces the logits stored by extract-features.
 
     Args:
         layout: bound to the network.
         inputs: (N, D), of the split called `name`.
         stored: (n, K), the logits of its first examples.
-        tolerance: of logits, in units of 1 + the largest.
+        tolerance: of logits, relative to 1 + the largest.
 
     Raises:
-        DataError: it gives others.
+        DataError: the logits differ.
     """
     device = layout.trained().device
     theta = layout.trained().float().unsqueeze(0)
@@ -68,7 +68,7 @@ def check_logits(layout: ModuleLayout, inputs: Tensor, stored: NDArray, *, name:
         found = [layout.logits(block.to(device), theta)[0].cpu().double() for block in blocks]
     give_back_freed()
     ours, theirs = torch.cat(found).numpy(), np.asarray(stored, dtype=np.float64)
-    if layout.likelihood.is_shift_invariant:  # a log-softmax has lost it
+    if layout.likelihood.is_shift_invariant:  # a log-softmax has removed the shift
         ours, theirs = (one - one.mean(axis=1, keepdims=True) for one in (ours, theirs))
     error = float(np.abs(ours - theirs).max())
     if not error <= tolerance * (1 + float(np.abs(theirs).max())):
@@ -80,11 +80,11 @@ def check_logits(layout: ModuleLayout, inputs: Tensor, stored: NDArray, *, name:
 
 
 def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
-    """Pass when the logits of a few inputs (n, D) depend on theta, and torch.func gives their derivatives both ways, in float64.
+    """Check that logits of inputs (n, D) depend on theta, and that both modes of torch.func agree in float64.
 
     Raises:
-        DataError: they do not, something in the network has no derivative or no rule for vmap, or the derivatives differ; or a
-            parameter moves logits that have no derivative by it, such as one whose outputs are detached.
+        DataError: they do not; a part of the network has no derivative or no vmap rule; or a parameter changes logits that
+            have no derivative with respect to it, for example because outputs are detached.
     """
     with layout.briefly(torch.float64):
         _check_derivatives(layout, inputs)
@@ -95,7 +95,7 @@ def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     theta = layout.trained()
     inputs = inputs.to(theta.device)
     numbers = torch.arange(1, len(theta) + 1, dtype=theta.dtype, device=theta.device)
-    direction = numbers.sin()  # of no kind that a network's symmetries lose
+    direction = numbers.sin()  # a direction that no symmetry of the network cancels
 
     def of_all(one: Tensor) -> Tensor:
         return layout.logits(inputs, one.unsqueeze(0))[0]
@@ -115,7 +115,7 @@ def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         forth = torch.func.vmap(pushed)(inputs)
     except (BnnError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the network is others' code: whatever it raises, it cannot be differentiated
+    except Exception as error:  # the network is foreign code and may raise anything
         why = " ".join(str(error).split())[:160]
         raise _refused(f"it cannot be differentiated by torch.func ({type(error).__name__}: {why})") from error
     if not bool((back - forth.sum()).abs() <= _SAME * forth.abs().sum() + _SAME):
@@ -127,7 +127,7 @@ def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     )
     still = [part for part in layout.parts if not gradient[part.place].any()]
     moved = theta.clone()
-    for part in still:  # so little that a unit which is off stays off
+    for part in still:  # so small that inactive units stay inactive
         moved[part.place] += _STEP * direction[part.place]
     with torch.no_grad():
         change = (of_all(moved) - outputs).abs().max() if still else outputs.new_zeros(())
@@ -143,20 +143,20 @@ def _refused(why: str) -> DataError:
     return DataError(f"\0layers\0: cannot fit a posterior over these parameters: {why}", code="not_differentiable")
 
 
-BATCH = 512  # examples read at once
+BATCH = 512  # examples per read
 _MOST_WORKERS = 8
 _HINT = "use fewer rows (SPLIT=SPEC@N), or a machine with more memory"
 
 
 def read_inputs(split: InputSplit, module: nn.Module, *, progress: Progress = SILENT) -> Tensor:
-    """All inputs (N, ...) of a split, float32, on the CPU; texts as packed arguments (N, arguments, longest), token ids as real numbers.
+    """Read all inputs (N, ...) of a split, float32 on the CPU; texts as (N, arguments, longest), IDs as floats.
 
     Args:
-        module: the network, whose configuration says what texts are padded with.
+        module: the network, whose configuration defines the padding token.
 
     Raises:
         DeviceError: they do not fit in memory.
-        DataError: arguments that cannot be packed, or texts that are padded and a network that cannot tell.
+        DataError: arguments cannot be packed, or texts are padded and the network defines no padding.
     """
     what, task = f"the inputs of {split.name or split.spec}", progress.task(f"read {split.name}".strip(), len(split))
     whole: Tensor | None = None
@@ -181,15 +181,15 @@ def read_inputs(split: InputSplit, module: nn.Module, *, progress: Progress = SI
 
 
 def near(inputs: Tensor, device: torch.device) -> Tensor:
-    """The inputs on the device where they leave room there; else where they are: blocks of them travel."""
+    """Move the inputs to the device if they leave enough room; otherwise leave them, to be moved block by block."""
     return inputs.to(device) if inputs.nbytes <= RESIDENT_SHARE * available_memory(device) else inputs
 
 
 def packed_inputs(batch: Batch) -> Tensor:
-    """A batch as one tensor: as it is, or the network's arguments side by side, (n, arguments, ...).
+    """Return a batch as one tensor: unchanged, or the network's arguments stacked to (n, arguments, ...).
 
     Raises:
-        DataError: several arguments of different shapes or of real numbers; clips that the network sees each without its padding.
+        DataError: arguments differ in shape or are floats; or the network processes each audio clip without its padding.
     """
     if batch.lengths is not None and len({*batch.lengths}) > 1:
         raise _unsupported("it processes each example without its padding")
@@ -202,7 +202,7 @@ def packed_inputs(batch: Batch) -> Tensor:
 
 
 def has_tokens(inputs: Inputs) -> bool:
-    """Whether inputs are token ids, perhaps with what goes with them."""
+    """Return whether inputs are token ids, with or without further arguments."""
     parts = inputs.values() if isinstance(inputs, dict) else [inputs]
     return not any(part.is_floating_point() for part in parts)
 
@@ -213,7 +213,7 @@ def _unsupported(why: str) -> DataError:
 
 
 def _joined(parts: list[Tensor], names: list[str], module: nn.Module) -> Tensor:
-    """Packed batches as one, each padded behind to the longest of all with what the network takes for padding."""
+    """Join packed batches, right-padded to the longest with the network's padding."""
     longest, count = max(part.shape[-1] for part in parts), sum(map(len, parts))
     is_padded = any(part.shape[-1] != longest for part in parts)
     if is_padded and (getattr(getattr(module, "config", None), "pad_token_id", None) or 0) < 0:
@@ -232,16 +232,16 @@ def _joined(parts: list[Tensor], names: list[str], module: nn.Module) -> Tensor:
 
 
 def _workers(split: InputSplit) -> int:
-    """Processes that decode images; other data are read faster than they could be handed over."""
+    """Return the number of loader processes; only images are slow enough to read to need them."""
     is_much = split.items == "images" and len(split) > BATCH
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0))) if is_much else 0
 
 
 def network_sources(splits: Iterable[Split]) -> list[Source]:
-    """The user's own inputs of some splits' features, as those record them; a network's file as it is now.
+    """Return the user's inputs of some splits' features as recorded, with the network's file as it is now.
 
-    Data are looked at when they are read. A network that was edited since is another input: what was fitted of it is no
-    longer up to date, and cannot be fitted again before the features are made anew.
+    Data are checked when they are read. A network edited since extraction is another input: fits of it are stale, and
+    need new features to be refitted.
     """
     found: dict[str, Source] = {}
     for split in splits:
@@ -258,12 +258,12 @@ def network_sources(splits: Iterable[Split]) -> list[Source]:
     return list(found.values())
 
 
-_LOOKED_AT = 1024  # texts, of which the longest stands for all where memory is planned
-_CODE = "py"  # the kind of data that is read by the user's code
+_LOOKED_AT = 1024  # texts searched for the longest, to plan memory
+_CODE = "py"  # data kind read by the user's code
 _WHOLE, _APART = (
     "whole",
     "apart",
-)  # a network as it made the features, an adapter merged into it; and with that beside it
+)  # an adapter merged into the network, as for features; or beside it
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,8 @@ class NetworkSplit(Split):
     """A split whose features are the network's inputs.
 
     Attributes:
-        inputs: (N, D) float32, each example flat, as read_inputs gives them; on the CPU, or the device where they fit.
-        network_layout: of the chosen parameters, bound to the network.
+        inputs: (N, D) float32, one flat row per example, see read_inputs; on the device if they fit, else on the CPU.
+        network_layout: layout of the chosen parameters, bound to the network.
     """
 
     inputs: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -280,22 +280,26 @@ class NetworkSplit(Split):
 
     @property
     def layout(self) -> ModuleLayout:  # type: ignore[override]
-        """The chosen parameters'."""
+        """Return the layout of the chosen parameters."""
         assert self.network_layout is not None
         return self.network_layout
 
     @property
     def is_last_layer(self) -> bool:
-        """False."""
+        """Return False."""
         return False
 
     @property
     def stored(self) -> Tensor:
-        """The inputs, (N, D)."""
+        """Return the inputs (N, D)."""
         return self.inputs
 
     def check_fits(self, layout: Any) -> None:
-        """Pass when a posterior with this layout is one for the split's inputs and classes. Raises DataError otherwise."""
+        """Check that a posterior with this layout fits the split's inputs and classes.
+
+        Raises:
+            DataError: it does not.
+        """
         fits = layout.takes_any_length or layout.num_features == self.layout.num_features
         if not fits or layout.num_classes != len(self.content.classes):
             raise DataError(
@@ -305,54 +309,54 @@ class NetworkSplit(Split):
             )
 
     def take(self, rows: Tensor) -> NetworkSplit:
-        """Some rows (n,) of it."""
+        """Return the split restricted to the rows (n,)."""
         found = super().take(rows)
         assert isinstance(found, NetworkSplit)
         return replace(found, inputs=self.inputs[rows.to(self.inputs.device)])
 
     def features(self, device: torch.device) -> Tensor:
-        """The inputs (N, D) on the device."""
+        """Return the inputs (N, D) on the device."""
         return self.inputs.to(device)
 
     def resident(self, device: torch.device) -> Tensor:
-        """The inputs, where they are: blocks of them travel."""
+        """Return the inputs where they are; blocks move to the device on use."""
         return self.inputs
 
     def feature_blocks(self, device: torch.device, rows: slice = slice(None)) -> Iterator[Tensor]:
-        """The inputs (n, D) of all examples, or of some, on the device, block by block."""
+        """Yield blocks (n, D) of all or some inputs on the device."""
         return (block.to(device) for block in self.inputs[rows].split(rows_of_inputs(self.layout)))
 
     def logits(self, point: Point, device: torch.device) -> Tensor:
-        """Logits (N, K) under a point, on the device."""
+        """Return the logits (N, K) at a point, on the device."""
         stacked = point.theta.to(device, torch.float32).unsqueeze(0)
         with torch.no_grad():
             return torch.cat([self.layout.logits(block, stacked)[0] for block in self.feature_blocks(device)])
 
     def target(self, prior: Prior, device: torch.device) -> NetworkTarget:  # type: ignore[override]
-        """The log posterior of the chosen parameters given this split."""
+        """Return the log posterior of the chosen parameters given this split."""
         return NetworkTarget(self.inputs, self.labels(device), self.layout, prior)
 
     def head(self) -> Tensor | None:
-        """theta (P,) float64 of the network as trained."""
+        """Return theta (P,) float64 of the trained network."""
         return self.layout.trained().cpu()
 
     def start(self) -> Tensor:
-        """The same: where a search for a mode starts."""
+        """Return the starting point of the mode search: the trained network."""
         return self.layout.trained().cpu()
 
 
 def rows_of_inputs(layout: ModuleLayout) -> int:
-    """Examples that one draw predicts at once."""
+    """Return the number of examples one draw predicts at once."""
     return max(1, PREDICTION_BYTES // (4 * (layout.widest + layout.num_features)))
 
 
 @dataclass
 class NetworkReader:
-    """The network of a run and the inputs of its splits, each opened when it is first asked for.
+    """The run's network and the inputs of its splits, each opened on first use.
 
     Attributes:
-        trusts_code: whether code that the records name may run.
-        opener: gives the network, where somebody else has opened it.
+        trusts_code: whether code named in the records may run.
+        opener: returns a network that is already open elsewhere.
     """
 
     run: Run
@@ -362,12 +366,17 @@ class NetworkReader:
 
     @classmethod
     def of(cls, run: Run, options: LayersOptions) -> NetworkReader:
-        """As the options say."""
+        """Create the reader from the options."""
         return cls(run, options.trust_code)
 
     @cached_property
     def recorded(self) -> RecordedNetwork:
-        """The network. Raises Untrusted where it is code that nobody trusts, DataError where it has changed."""
+        """Return the recorded network.
+
+        Raises:
+            Untrusted: the network is code that is not trusted.
+            DataError: the network has changed.
+        """
         if self.opener is not None:
             return self.opener()
         header = network_header(self.run)
@@ -379,10 +388,10 @@ class NetworkReader:
             raise Untrusted(error.message, hint=hint) from None
 
     def network(self, example: InputSplit) -> tuple[ModuleNetwork, Head]:
-        """The network as a function of inputs and parameters, and its head; made once.
+        """Return the network as a function of inputs and parameters, and its head; built once.
 
         Raises:
-            DataError: there is none but the last layer.
+            DataError: there is nothing but the last layer.
         """
         if _WHOLE not in self._opened:
             recorded = self.recorded
@@ -400,10 +409,10 @@ class NetworkReader:
         return self._opened[_WHOLE]
 
     def chosen(self, example: InputSplit, pattern: str) -> tuple[ModuleNetwork, Head]:
-        """The same for the parameters that a pattern names: with an adapter beside its base where the merged network has them not.
+        """Return network and head for the parameters a pattern names, keeping an adapter separate if needed.
 
         Raises:
-            UsageError: the pattern names none.
+            UsageError: the pattern matches no parameter.
         """
         network, head = self.network(example)
         try:
@@ -421,17 +430,17 @@ class NetworkReader:
         return network, head
 
     def network_of(self, pattern: str) -> ModuleNetwork:
-        """The network that has the parameters that a pattern names."""
+        """Return the network that has the parameters a pattern names."""
         name = next(iter(self.run.folder.splits()))
         split = load_split(self.run, name)
         assert split.content.header is not None
         return self.chosen(self.input_split(split, split.content.header), pattern)[0]
 
     def layout(self, split: Split, pattern: str) -> ModuleLayout:
-        """The layout of the parameters that a pattern names, of one example: no other inputs are read but some texts, for the longest.
+        """Return the layout of the parameters a pattern names, from one example (of texts, the longest of a sample).
 
         Raises:
-            DataError: as `split`.
+            DataError: see `split`.
         """
         assert split.content.header is not None
         example = self.input_split(split, split.content.header)
@@ -440,7 +449,7 @@ class NetworkReader:
         return self._layout(split, pattern, network, head, near(first, self.run.device))
 
     def _layout(self, split: Split, pattern: str, network: ModuleNetwork, head: Head, inputs: Tensor) -> ModuleLayout:
-        """Of inputs (n, ...), two of which the network is differentiated at."""
+        """Return the layout for inputs (n, ...), checking derivatives at two of them."""
         layout = ModuleLayout.of(
             network,
             pattern,
@@ -448,17 +457,16 @@ class NetworkReader:
             input_shape=tuple(inputs.shape[1:]),
             likelihood_name=split.content.likelihood,
         )
-        if pattern != STATE:  # nobody differentiates by buffers
+        if pattern != STATE:  # buffers are never differentiated
             check_derivatives(layout, inputs[:2].flatten(1))
         return layout
 
     def split(self, split: Split, pattern: str) -> NetworkSplit:
-        """A split with its inputs read, and the layout of the parameters that a pattern names.
+        """Read a split's inputs and return it with the layout of the parameters a pattern names.
 
         Raises:
-            MissingInput: the data are not where they were.
-            DataError: the data have changed, or the network gives other logits than it gave extract-features, or cannot be
-                differentiated.
+            MissingInput: the data have moved.
+            DataError: the data have changed, or the network cannot be differentiated or does not reproduce its extracted logits.
         """
         header = split.content.header
         assert header is not None
@@ -477,10 +485,10 @@ class NetworkReader:
         return found
 
     def given_inputs(self, split: InputSplit, layout: ModuleLayout) -> Tensor:
-        """Inputs (N, D), flat, of examples that are no split of the run, as a posterior with this layout takes them.
+        """Return inputs (N, D), flat, of examples outside the run's splits, for a posterior with this layout.
 
         Raises:
-            DataError: the network takes others.
+            DataError: the network takes other inputs.
         """
         inputs = read_inputs(split, self.recorded.network.module, progress=self.run.console)
         if not layout.takes_any_length and tuple(inputs.shape[1:]) != layout.input_shape:
@@ -492,11 +500,11 @@ class NetworkReader:
         return inputs.flatten(1)
 
     def input_split(self, split: Split, header: Header) -> InputSplit:
-        """The rows of the data that the split's features are of, opened as its record says.
+        """Open the rows of the data that the split's features were extracted from, as recorded.
 
         Raises:
-            Untrusted: they are read by code.
-            MissingInput: they are not where they were.
+            Untrusted: they are read by untrusted code.
+            MissingInput: they have moved.
             DataError: they have changed.
         """
         spec = str(header.provenance.get("source", ""))
@@ -531,7 +539,7 @@ class NetworkReader:
 
 @dataclass(frozen=True)
 class _Logits:
-    """The logits in what a network returns: the output that its head gives, what goes into its softmax or sigmoid."""
+    """Select the logits from a network's output: the output of its head, before softmax or sigmoid."""
 
     head: Head
 

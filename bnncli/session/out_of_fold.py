@@ -1,7 +1,7 @@
-"""The rows that a posterior was fitted to, and what may be said of those of val where they are among them.
+"""Find the rows a posterior was fitted to, and predict val out of fold if they include it.
 
-A posterior that `fit-laplace --fit-on val` made knows the labels of val: its own predictions there look better than they are.
-Beside it lie the modes of K folds, each fitted without the rows of one fold, and for each row of val the fold that left it out.
+A posterior from `fit-laplace --fit-on val` has seen the labels of val, so its own predictions there look too good.
+The file also stores the modes of K folds, each fitted without one fold, and the fold of each row of val.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ if TYPE_CHECKING:
     from bnncli.targets.last_layer import LastLayerTarget
 
 TRAIN, VAL, BOTH = FIT_ON = ("train", "val", "train+val")
-_FEW = 0.02  # of all rows, that a fold leaves out
+_FEW = 0.02  # largest share of all rows in a fold that reuses the covariance of the whole fit
 
 
 def fit_on(header: Header | None) -> str:
-    """The splits whose likelihood a posterior has, with + between them. Raises DataError where its header names others."""
+    """Return the splits a posterior was fitted to, joined by +.
+
+    Raises:
+        DataError: the header names others.
+    """
     found = TRAIN if header is None else str(header.meta.get("fit_on", TRAIN))
     if header is not None and found not in FIT_ON:
         message = f"{header.path} is damaged: expected fit_on to be one of {', '.join(FIT_ON)}; got {found!r}"
@@ -44,21 +48,25 @@ def fit_on(header: Header | None) -> str:
 
 
 def fit_on_meta(base: Header | None) -> dict[str, str]:
-    """What a posterior records of the rows that it has from its base: nothing where they are train's."""
+    """Return the meta entry for the rows a posterior inherits from its base; empty for train."""
     return {} if fit_on(base) == TRAIN else {"fit_on": fit_on(base)}
 
 
 def require_features(run: Run) -> None:
-    """Raise MissingInput, with the command that makes them, where the run has no features: before bases are looked for."""
+    """Check that the run has features, before bases are looked for.
+
+    Raises:
+        MissingInput: it has none; names the command that creates them.
+    """
     if not run.folder.splits():
         load_split(run, TRAIN)
 
 
 def load_fitted(run: Run, wanted: str) -> Split:
-    """The labelled rows of train, of val, or of train and then val, as one split.
+    """Load the labelled rows of train, of val, or of train and then val, as one split.
 
     Raises:
-        MissingInput, DataError: a split is not there, cannot be used or has no labels.
+        MissingInput, DataError: a split is missing, unusable or unlabelled.
     """
     first, *others = (load_split(run, name).check_labeled() for name in wanted.split("+"))
     if not others:
@@ -71,45 +79,45 @@ def load_fitted(run: Run, wanted: str) -> Split:
 
 
 def held_out_of(fitted: Split, split: Split | None) -> Split | None:
-    """The split where none of its rows are fitted to; None otherwise."""
+    """Return the split if none of its rows are fitted to, else None."""
     is_fitted = split is not None and split.source in fitted.sources
     return None if is_fitted else split
 
 
 def unique_sources(*splits: Split | None) -> list[Source]:
-    """Sources of splits, each once."""
+    """Return the sources of splits without repetition."""
     return list(dict.fromkeys(source for split in splits if split is not None for source in split.sources))
 
 
 @dataclass(frozen=True)
 class OutOfFold(ABC):
-    """What predicts val in the place of a posterior that was fitted to it: of each row, what was fitted without its fold.
+    """Predictors of val for a posterior fitted to it: each row uses a fit without its fold.
 
     Args:
         whole: fitted to all rows.
-        rows: (N,) uint8, the fold that left each row of val out.
+        rows: (N,) uint8, the fold that left out each row of val.
     """
 
     whole: Any
     rows: Tensor
 
     def parts(self) -> Iterator[tuple[Any, Tensor]]:
-        """Each fold's posterior with the rows (n,) that it left out, ascending."""
+        """Yield each fold's posterior with the ascending rows (n,) it left out."""
         for place in range(len(self)):
             yield self.fold(place), (self.rows == place).nonzero()[:, 0]
 
     @abstractmethod
     def __len__(self) -> int:
-        """K, the number of folds."""
+        """Return K, the number of folds."""
 
     @abstractmethod
     def fold(self, place: int) -> Any:
-        """Return the posterior that was fitted without a fold."""
+        """Return the posterior fitted without a fold."""
 
 
 @dataclass(frozen=True)
 class StackFolds(OutOfFold):
-    """Of a mixture of last layers.
+    """Folds of a mixture of last layers.
 
     Args:
         members: (K, M, P) float32. weights: (K, M) float64.
@@ -128,16 +136,16 @@ class StackFolds(OutOfFold):
 
 @dataclass(frozen=True)
 class GaussianFolds(OutOfFold):
-    """Of a Gaussian.
+    """Folds of a Gaussian.
 
-    Each row has the mode of its own fold, and the covariance there of the rows that the fold was fitted to. Where a fold leaves
-    out no more than a fiftieth of all rows it has the covariance of the whole fit: on Fashion-MNIST (9,000 train and 1,000 val
-    rows) the NLL differs by less than 0.0001. That of the whole fit would be no substitute otherwise: it is narrow along the rows
-    that it has seen, and for val rows alone the NLL is too high by 0.0025 to 0.004.
+    Each row uses the mode of its own fold, and the covariance at that mode from the rows the fold was fitted to. A
+    fold of at most 1/50 of all rows uses the covariance of the whole fit: on Fashion-MNIST (9,000 train and 1,000 val
+    rows) this changes the NLL by less than 0.0001. For larger folds it does not work: that covariance is narrow along
+    the rows it has seen, and on val rows alone the NLL is 0.0025 to 0.004 too high.
 
     Args:
         theta: (K, P) float64, the modes.
-        target: of all rows, of which the last are val's; None for the covariance of the whole fit.
+        target: of all rows, those of val last; None to use the covariance of the whole fit.
     """
 
     theta: Tensor
@@ -153,7 +161,7 @@ class GaussianFolds(OutOfFold):
         num_fitted: int,
         target: Callable[[], LastLayerTarget],
     ) -> GaussianFolds:
-        """The folds of a fit to num_fitted rows; target is called where they have covariances of their own."""
+        """Create the folds of a fit to num_fitted rows; `target` is only called if folds need their own covariances."""
         is_large = int(rows.bincount().max()) > _FEW * num_fitted
         return cls(whole, rows, theta, target() if is_large else None)
 
@@ -166,11 +174,11 @@ class GaussianFolds(OutOfFold):
         return replace(self.whole, mean=mean, covariance=covariance)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The folds', as the posterior's file has them."""
+        """Return the tensors of the folds as stored in the posterior's file."""
         return {"folds.theta": self.theta.double().cpu(), "folds.rows": self.rows.to(torch.uint8).cpu()}
 
     def _covariance(self, target: LastLayerTarget, place: int, mean: Tensor) -> Covariance:
-        """That of a fold about its mode."""
+        """Return the covariance of a fold at its mode."""
         from bnncli.covariances._row_space import rows_of
         from bnncli.inference.mode import covariance_at
 
@@ -186,25 +194,25 @@ class GaussianFolds(OutOfFold):
 
 
 def fitted_rows(folds: Tensor, place: int, num_examples: int) -> Tensor:
-    """Return the rows (n,) that a fold is fitted to; the last of all examples are those with folds (N,)."""
+    """Return the rows (n,) a fold is fitted to; folds (N,) are those of the last N examples."""
     others = num_examples - len(folds)
     return torch.cat([torch.arange(others), others + (folds != place).nonzero()[:, 0]])
 
 
 def knows(header: Header, split: Split) -> bool:
-    """Whether a posterior was fitted to the rows of a split other than train."""
+    """Return whether a posterior was fitted to a split other than train."""
     return split.content.name == VAL and VAL in fit_on(header).split("+")
 
 
 def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[Header, Prior], Any]) -> OutOfFold:
-    """What predicts a split that a posterior was fitted to.
+    """Return the out-of-fold predictors of a split that a posterior was fitted to.
 
     Args:
-        posterior: as opened, of the file with this header.
-        target: of the rows that it was fitted to.
+        posterior: opened from the file with this header.
+        target: builds the log posterior of the fitted rows.
 
     Raises:
-        DataError: it has no folds, or they are of other rows.
+        DataError: there are no folds, or they are of other rows.
     """
     if "num_folds" not in header.meta:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Fits as posterior files: the target, its prior and base, the request, and what is published and reported."""
+"""Fit posteriors and store them: the target, its prior and base, the request, publication and report."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ _SUFFIXES = {"posterior": ".safetensors", "samples": ".nc"}
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fit hands over.
+    """Output of a fit.
 
     Attributes:
-        tensors: everything numeric; nothing where `write` has it.
-        meta: type, method, param_layout and what else tells this posterior from others.
-        metrics: the numbers of the fit, as they are stored.
-        split: whose head, classes and number of examples are stored too; None where tensors and meta have them.
-        told: further numbers for the result, which the file has not: the same request makes the same content.
-        write: publishes by other means than a safetensors file: (meta, provenance, may_replace) to the content digest.
-        publishing: entered while the file is published.
+        tensors: all arrays; empty if `write` has them.
+        meta: type, method, param_layout and whatever else distinguishes this posterior.
+        metrics: numbers of the fit to store.
+        split: source of the stored head, classes and number of examples; None if tensors and meta have them.
+        told: further numbers for the result that are not stored, because they may differ between runs of one request.
+        write: publishes something other than a safetensors file; maps (meta, provenance, may_replace) to the content digest.
+        publishing: context to enter while the file is published.
     """
 
     tensors: Mapping[str, Tensor]
@@ -71,7 +71,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Report:
-    """What is said of a posterior, made now or before: numbers of the result, lines for people, a negative verdict if any."""
+    """Report on a new or existing posterior: numbers for the result, lines for people, and a negative verdict if any."""
 
     metrics: dict[str, Any]
     summary: list[str]
@@ -91,10 +91,10 @@ def posterior_request(
     require: Callable[[], object] = lambda: None,
     estimated_memory: Callable[[], int | None] = lambda: None,
 ) -> Request:
-    """The request for a posterior, at the path that was given, or in the run folder by the name given or its default.
+    """Return the request for a posterior, at the given path or in the run folder by its given or default name.
 
     Raises:
-        UsageError, OutputExists: no posterior may have that name.
+        UsageError, OutputExists: the name is not allowed.
     """
     named = run.folder.posterior(run.naming.name or default, suffix=_SUFFIXES[kind])
     target = Path(run.naming.out) if run.naming.out else named
@@ -116,14 +116,14 @@ def posterior_request(
 def produce_posterior(
     run: Run, request: Request, fit: Callable[[], Fitted], report: Callable[[Mapping[str, Any]], Report]
 ) -> Result:
-    """The result of a request for a posterior: up to date, fitted, replaced or planned.
+    """Produce a posterior: up to date, fitted, replaced or planned.
 
     Args:
-        fit: does the work; called with the lock held, only when there is work.
-        report: what to say of a posterior with this meta; warns as well.
+        fit: does the work; called with the lock held, only if there is work.
+        report: reports on a posterior with this meta, and warns.
 
     Raises:
-        BnnError: as `produce`.
+        BnnError: see `produce`.
     """
 
     def compute() -> Computed:
@@ -149,7 +149,7 @@ def produce_posterior(
 
 
 def _content(fitted: Fitted) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and meta as they are stored."""
+    """Return tensors and meta to store."""
     tensors, meta = dict(fitted.tensors), {**fitted.meta, "metrics": dict(fitted.metrics)}
     if fitted.split is not None:
         content = fitted.split.content
@@ -159,34 +159,34 @@ def _content(fitted: Fitted) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 HEAD, NETWORK = "head", "network"
-_FREE = ("map", "temperature")  # methods that take no gradient of the training data themselves
-_MADE_OF = ("refine",)  # methods whose base is part of them, and not only the source of a prior
+_FREE = ("map", "temperature")  # methods that take no gradients of the training data
+_MADE_OF = ("refine",)  # methods whose base is part of the result, not only the source of a prior
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a fit cost.
+    """Cost of a fit.
 
     Args:
         passes: gradient passes over the training data.
-        through: head, which only multiplies features, or network.
+        through: head (features are only multiplied) or network.
     """
 
     passes: float
     through: str
 
     def to_metrics(self) -> dict[str, Any]:
-        """As the metrics of posteriors have it."""
+        """Return the entry for a posterior's metrics."""
         return {"cost": {"gradient_passes": self.passes, "through": self.through}}
 
     @classmethod
     def of_fit(cls, passes: float, *, is_last_layer: bool) -> Cost:
-        """The cost of a fit to a target."""
+        """Return the cost of a fit to a target."""
         return cls(float(passes), HEAD if is_last_layer else NETWORK)
 
     @classmethod
     def recorded(cls, metrics: Mapping[str, Any]) -> Cost | None:
-        """The inverse of to_metrics; None where nothing was recorded, or not in this form."""
+        """Invert to_metrics; None if nothing was recorded, or in another form."""
         entry = metrics.get("cost")
         if not isinstance(entry, Mapping) or not isinstance(entry.get("gradient_passes"), int | float):
             return None
@@ -195,12 +195,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class TotalCost:
-    """What a posterior and what it is made of cost; what is unknown is None, never guessed.
+    """Cost of a posterior and everything it is made of; unknown parts are None.
 
     Args:
-        head, network: gradient passes through the head and through the network, of the posterior and its base; both None where either's
+        head, network: gradient passes through the head and the network for the posterior and its base; both None if either's
             is unknown.
-        training: of the checkpoint, through the network.
+        training: passes through the network to train the checkpoint.
     """
 
     head: float | None
@@ -209,28 +209,28 @@ class TotalCost:
 
     @property
     def own(self) -> float | None:
-        """Of the posterior and its base, through head and network together."""
+        """Return the passes of the posterior and its base, head and network together."""
         return None if self.head is None or self.network is None else self.head + self.network
 
     @property
     def rank(self) -> tuple[bool, float, float]:
-        """What rows are sorted by, the cheapest first: passes through the network, then through the head; unknown ones last."""
+        """Return the sort key, cheapest first: passes through the network, then the head; unknown last."""
         return self.own is None, (self.network or 0.0) + (self.training or 0.0), self.head or 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As `compare --json` has it."""
+        """Return the entry for `compare --json`."""
         return {"head_passes": self.head, "network_passes": self.network, "training_passes": self.training}
 
 
 def total_cost(header: Header | None) -> TotalCost:
-    """The cost of a posterior by its header; unknown without one."""
+    """Return the cost of a posterior from its header; unknown without one."""
     if header is None:
         return TotalCost(None, None, None)
     found = _own(header)
     if header.meta.get("method") in (
         "ensemble",
         "mola",
-    ):  # what the members' trainings took, the checkpoint's among them
+    ):  # training of all members, the checkpoint included
         members = _count(header.meta.get("metrics", {}))
         return TotalCost(None, None, None) if members is None else TotalCost(0.0, members, 0.0)
     if found is None:
@@ -239,7 +239,7 @@ def total_cost(header: Header | None) -> TotalCost:
 
 
 def _own(header: Header) -> dict[str, float] | None:
-    """Passes through head and network of a posterior, and of the base that it is made of; None where they are unknown."""
+    """Return the passes through head and network of a posterior and its base; None if unknown."""
     method = str(header.meta.get("method"))
     found = {HEAD: 0.0, NETWORK: 0.0}
     if method in _FREE:
@@ -259,7 +259,7 @@ def _own(header: Header) -> dict[str, float] | None:
 
 
 def _training(header: Header) -> float | None:
-    """Gradient passes that the training of the checkpoint took; None where it is not known."""
+    """Return the gradient passes that trained the checkpoint; None if unknown."""
     network = header.path.with_name("map.safetensors")
     return _count(read_header(network).meta) if network.is_file() else None
 
@@ -270,11 +270,11 @@ def _count(recorded: Mapping[str, Any]) -> float | None:
 
 
 def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
-    """The layout of theta inside the span of the features, as large as it can be; None to fit over all of theta.
+    """Return the largest layout of theta within the span of the features; None to fit all of theta.
 
     Args:
-        structure: that was asked for; auto is full or block only where one of them can be fitted in the span.
-        sizes: as for memory.fit_bytes.
+        structure: as requested; auto means full or block only if one of them can be fitted in the span.
+        sizes: see memory.fit_bytes.
     """
     num_examples, num_features = train.content.features.shape
     if num_examples >= num_features or structure not in ("auto", *registry.declaring("curvature", "is_fitted_in_span")):
@@ -288,20 +288,20 @@ def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any
 
 
 def span_of(meta: Mapping[str, Any]) -> HeadLayout | None:
-    """The layout inside the span of the features of a posterior that was fitted there, by its header; None for all of theta."""
+    """Return the layout within the span of the features from a header; None for a fit of all of theta."""
     rank = meta.get("row_space_rank")
     return None if rank is None else reduced_layout(HeadLayout.from_meta(meta), int(rank))
 
 
 def row_space(target: LastLayerTarget) -> RowSpace:
-    """The span of a target's features, on the device that it is computed on."""
+    """Return the span of a target's features, on the target's device."""
     from bnncli.targets.row_space import RowSpace
 
     return RowSpace.of(target.features.to(target.device), target.layout)
 
 
 def span_metrics(gaussian: Gaussian) -> dict[str, int]:
-    """How many of how many directions the features span, where the Gaussian was fitted there; else nothing."""
+    """Return rank and number of the features for a Gaussian fitted in their span; empty otherwise."""
     from bnncli.covariances._row_space import rows_of
 
     within = rows_of(gaussian.covariance)
@@ -311,7 +311,7 @@ def span_metrics(gaussian: Gaussian) -> dict[str, int]:
 
 
 def span_line(metrics: Mapping[str, Any]) -> list[str]:
-    """The same for people."""
+    """Return `span_metrics` as a line for people."""
     rank = metrics.get("row_space_rank")
     if rank is None:
         return []
@@ -324,7 +324,7 @@ LEAVE_OUT = "omit \0learning_rate\0 to let bnncli choose one"
 
 @contextmanager
 def chosen_instead(learning_rate: float | None) -> Iterator[None]:
-    """A training inside the block that runs away says so, where a rate was given: no bound is known of one that is too high."""
+    """Suggest dropping --learning-rate if training in the block diverges with a given rate."""
     try:
         yield
     except NumericError as error:
@@ -335,18 +335,18 @@ def chosen_instead(learning_rate: float | None) -> Iterator[None]:
 
 Options = TypeVar("Options", bound=SearchedPriorOptions)
 _SEARCH = "prior_search"
-_MOST_DRAWN = 2**28  # numbers of the draws of a trial: 1 GiB
+_MOST_DRAWN = 2**28  # numbers drawn in a trial: 1 GiB
 
 
 def with_prior_choice(
     run: Run, options: Options, val: Split | None, *, num_drawn: int, too_short: str | None = None
 ) -> Options:
-    """Return the options, with inherit in place of auto, and say why, where no search can be made.
+    """Return the options, with inherit in place of auto and the reason reported if no search is possible.
 
     Args:
-        val: the labelled split to judge by, if there is one.
-        num_drawn: draws that a trial makes.
-        too_short: what is too short for trials, if anything is.
+        val: labelled split to judge by, if any.
+        num_drawn: draws per trial.
+        too_short: what is too short for trials, if anything.
     """
     if options.prior_precision != AUTO:
         return options
@@ -366,22 +366,22 @@ def with_prior_choice(
 
 
 def stored_search(request: Request) -> dict[str, Any] | None:
-    """Return the metrics of a search whose run was interrupted later; None where there is none."""
+    """Return the metrics of a search from an interrupted run; None without one."""
     found = recorded_choice(state_path(request.target), _SEARCH)
     return found if isinstance(found, dict) and "prior_precision" in found else None
 
 
 def search_identity(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a resume state records of a search; nothing where there was none."""
+    """Return what a resume state records of a search; empty without one."""
     return {_SEARCH: dict(told)} if told else {}
 
 
 def prior_metrics(found: PriorClimb, prior: Prior, *, passes: float) -> dict[str, Any]:
-    """What a search tells, for an artifact's metrics.
+    """Return the metrics of a prior search for an artifact.
 
     Args:
-        prior: that was chosen.
-        passes: gradient passes over the data that all trials took.
+        prior: the chosen one.
+        passes: gradient passes over the data of all trials.
     """
     return {
         **prior.to_meta(),
@@ -394,7 +394,7 @@ def prior_metrics(found: PriorClimb, prior: Prior, *, passes: float) -> dict[str
 
 
 def prior_line(metrics: Mapping[str, Any]) -> list[str]:
-    """The same for people; nothing where there was no search."""
+    """Return the search as a line for people; empty without a search."""
     curve = metrics.get("prior_precision_curve")
     if curve is None:
         return []
@@ -417,16 +417,16 @@ def prior_line(metrics: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_LARGE = 1 << 30  # bytes of a base's file, beyond which it is not read again
+_LARGE = 1 << 30  # bytes; a larger base file is not read a second time
 
 
 @dataclass(frozen=True)
 class BesideBase:
-    """How a Gaussian compares with its base, parameter by parameter.
+    """Comparison of a Gaussian with its base, by parameter.
 
     Args:
         name: of the base.
-        median_share: the median parameter's variance, of that under the base.
+        median_share: median ratio of variances, Gaussian over base.
         rms_distance, largest_distance: between the means, in standard deviations of the base.
     """
 
@@ -438,7 +438,7 @@ class BesideBase:
 
 @dataclass(frozen=True)
 class Base:
-    """A posterior whose prior is the target's."""
+    """A posterior that provides the target's prior."""
 
     path: Path
     header: Header
@@ -447,17 +447,17 @@ class Base:
 
     @property
     def is_gaussian(self) -> bool:
-        """Whether it can whiten."""
+        """Return whether the base can whiten."""
         return self.header.meta.get("type") == "gaussian"
 
 
 def find_base(run: Run, options: TargetOptions) -> Base | None:
-    """The one that the options name, or the default; None where they give a prior precision.
+    """Return the base named by the options or the default; None if they give a prior precision.
 
     Raises:
         MissingInput: there is none.
         DataError: it has no prior.
-        UsageError: it is over other layers, or there is a prior precision beside it.
+        UsageError: it is over other layers, or a prior precision is given as well.
     """
     if options.given_precision is not None:
         if options.base not in (None, options.default_base):
@@ -481,7 +481,7 @@ def find_base(run: Run, options: TargetOptions) -> Base | None:
 
 
 def beside_base(base: Base | None, gaussian: Gaussian) -> BesideBase | None:
-    """The comparison; None where the base is no Gaussian, has no variances at hand, or is large."""
+    """Compare a Gaussian with its base; None if the base is no Gaussian, has no variances at hand, or is large."""
     if base is None or not base.is_gaussian or base.path.stat().st_size > _LARGE:
         return None
     other = open_posterior(base.path)[0]
@@ -499,7 +499,7 @@ def beside_base(base: Base | None, gaussian: Gaussian) -> BesideBase | None:
 
 
 def prior_of(options: TargetOptions, base: Base | None) -> Prior:
-    """The target's prior: the base's, or of the precision that was given."""
+    """Return the target's prior: the base's, or the given precision."""
     if base is not None:
         return base.prior
     assert options.given_precision is not None
@@ -507,26 +507,26 @@ def prior_of(options: TargetOptions, base: Base | None) -> Prior:
 
 
 def request_params(run: Run, options: TargetOptions, base: Base | None) -> dict[str, Any]:
-    """What the request records of the options."""
+    """Return the options that the request records."""
     return {**options.params(), "base": None if base is None else base.path.stem, "seed": run.compute.seed}
 
 
 def request_sources(train: Split, held_out: Split | None, base: Base | None) -> Sequence[Source]:
-    """What the posterior is made of: features, and the base."""
+    """Return the sources of the posterior: features and base."""
     return unique_sources(train, held_out) + ([base.source] if base else [])
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """What the work of a fit is given.
+    """Inputs of a fit.
 
     Attributes:
-        request: what the fit is for.
+        request: of the artifact.
         prior: of the target.
-        base: whose prior it is; None where its precision was given.
-        train, val: as the posterior sees them: their features, or the inputs of the network, which is at hand. val is labelled, or None.
-        target: the log posterior of train, on the device.
-        meta: what the artifact records of all that.
+        base: source of the prior; None if the precision was given.
+        train, val: features, or inputs of the loaded network, depending on the posterior; val is labelled, or None.
+        target: log posterior of train, on the device.
+        meta: what the artifact records of the above.
     """
 
     run: Run
@@ -540,29 +540,29 @@ class Fitting:
 
     @property
     def is_last_layer(self) -> bool:
-        """Whether it is one."""
+        """Return whether the target is over the last layer."""
         return self.train.is_last_layer
 
     @property
     def start(self) -> torch.Tensor:
-        """The network's parameters as trained, (P,) float64 on the device; zeros without a network."""
+        """Return the trained network's parameters, (P,) float64 on the device; zeros without a network."""
         return self.train.start().to(self.run.device)
 
 
 @dataclass(frozen=True)
 class TargetFit:
-    """What a command asks of a fit to a target.
+    """What a command requests from a fit to a target.
 
     Attributes:
-        method: its name, which the posterior's default name begins with.
+        method: its name, which starts the posterior's default name.
         kind: of the file: posterior or samples.
-        algo_rev: of the numbers.
-        stepping: its memory, of the number of examples and of parameters.
-        stored_bytes: of the file, of the number of parameters.
-        work: does it.
+        algo_rev: revision of the algorithm.
+        stepping: memory of the work, from the numbers of examples and parameters.
+        stored_bytes: of the file, from the number of parameters.
+        work: does the fit.
         params: what the request records besides the options.
-        hint: what to do where memory is short.
-        num_bases: copies of a Gaussian base, as large as its file, that the work holds.
+        hint: what to do if memory is short.
+        num_bases: copies of a Gaussian base, each as large as its file, that the work holds.
     """
 
     method: str
@@ -579,13 +579,13 @@ class TargetFit:
 def produce_fit(
     run: Run, options: TargetOptions, asked: TargetFit, report: Callable[[Request, Mapping[str, Any]], Report]
 ) -> Result:
-    """The result of one fit to a target.
+    """Run one fit to a target and return its result.
 
     Args:
-        report: says what is to be said of the artifact, of its request and its meta.
+        report: reports on the artifact from its request and meta.
 
     Raises:
-        BnnError: an input is missing or does not fit, or the work has no room.
+        BnnError: an input is missing or does not fit, or memory is short.
     """
     require_features(run)
     base = find_base(run, options)
@@ -600,9 +600,10 @@ def produce_fit(
 
 
 def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
-    """What may help a posterior over a network that predicts worse than it, in words; nothing over the last layer.
+    """Return remedies for a network posterior that predicts worse than the network; empty for the last layer.
 
-    A precision that was chosen for predictions of the linearised network, as fit-laplace does, may be far too large for draws of it.
+    A precision chosen for the linearised network, as in fit-laplace, may be far too large for draws of the network
+    itself.
     """
     precision = meta["metrics"].get("prior_precision")
     if meta.get("layers") is None or precision is None:
@@ -615,7 +616,7 @@ def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Job:
-    """One request, its inputs loaded."""
+    """One request with its inputs loaded."""
 
     run: Run
     options: TargetOptions
@@ -625,7 +626,7 @@ class _Job:
     base: Base | None
 
     def request(self) -> Request:
-        """What is asked for, with what it takes."""
+        """Return the request with its memory estimate."""
         run, options, asked = self.run, self.options, self.asked
         used = [split for split in (self.train, self.val) if split is not None]
         sources = [*request_sources(self.train, self.val, self.base)]
@@ -638,7 +639,7 @@ class _Job:
 
         def estimated_bytes() -> int:
             if request.target.is_file() and not run.write.force:
-                return request.target.stat().st_size  # up to date: no code runs for that
+                return request.target.stat().st_size  # up to date, so no code runs
             return asked.stored_bytes(prepared()[0].num_params)
 
         request = posterior_request(
@@ -662,7 +663,11 @@ class _Job:
         return NetworkReader.of(self.run, self.options)
 
     def _prepared(self) -> tuple[HeadLayout | ModuleLayout, int]:
-        """The layout, and the bytes that the work takes. Raises DeviceError where it has no room."""
+        """Return the layout and the bytes the work needs.
+
+        Raises:
+            DeviceError: memory is short.
+        """
         num_examples = len(self.train.content.features)
         layout: HeadLayout | ModuleLayout
         if self.options.is_last_layer:
@@ -683,7 +688,7 @@ class _Job:
         return layout, require_steps(needed, device, what=what, hint=self.asked.hint)
 
     def fit(self, request: Request) -> Fitted:
-        """The work, on the splits as the posterior sees them."""
+        """Fit to the splits as the posterior sees them."""
         if self.options.is_last_layer:
             return self.asked.work(self._fitting(request, self.train, self.val))
         reader, layers = self._reader, self.options.layers

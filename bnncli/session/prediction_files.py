@@ -1,4 +1,4 @@
-"""Predictions from files of any origin, and reference predictions that others are compared with."""
+"""Read predictions from files of any origin, and compare predictions with a reference."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ PROBS, LOGITS = "probs", "logits"
 
 
 class Said(NamedTuple):
-    """What a user says of predictions.
+    """What the user states about predictions.
 
     Args:
-        holds: PROBS or LOGITS; None: to be found.
-        task: one of TASKS; None: to be found.
+        holds: PROBS or LOGITS; None to detect it.
+        task: one of TASKS; None to detect it.
     """
 
     holds: str | None = None
@@ -54,18 +54,18 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class GivenPredictions:
-    """Predictions of a split that scores are made of.
+    """Predictions of a split to score.
 
     Args:
         name: of the split. path: of the file.
-        probs: (N, C); rows sum to one where the classes exclude each other.
-        labels: (N,) int64, (N, C) uint8 of several labels an example, or None.
+        probs: (N, C); rows sum to one if the classes are exclusive.
+        labels: (N,) int64, (N, C) uint8 with several labels per example, or None.
         classes: names.
-        arrays: what else detectors take, by the names that prediction files have.
-        ranking: rule, threshold and cap of the uncertainty-aware ranking, where there is one.
-        header: of a prediction file of predict. file: what it holds.
-        doubt: what speaks against what the user says of them.
-        unordered: the columns of the classes, where nothing says that their order is that of labels that are numbers.
+        arrays: further inputs of detectors, named as in prediction files.
+        ranking: rule, threshold and cap of the uncertainty-aware ranking, if any.
+        header: of a prediction file from predict. file: its content.
+        doubt: evidence against what the user stated.
+        unordered: class columns, if nothing confirms that their order matches numeric labels.
     """
 
     name: str
@@ -84,7 +84,11 @@ class GivenPredictions:
 
     @cached_property
     def examples(self) -> ExampleStatistics:
-        """The numbers of each example. Raises DataError for what is no probability."""
+        """Return the statistics of each example.
+
+        Raises:
+            DataError: a value is not a probability.
+        """
         size = len(self.classes)
         try:
             return compute_example_statistics(self.probs, self.labels, num_classes=size, is_exclusive=self.is_exclusive)
@@ -97,21 +101,21 @@ class GivenPredictions:
             raise DataError(f"{quoted(self.path, limit=300)}: {error.message}", hint=hint, path=self.path) from None
 
     def check(self) -> None:
-        """Pass when its probabilities are such. Raises DataError as `examples` does."""
+        """Check the probabilities; raises as `examples`."""
         _ = self.examples
 
     @property
     def samples(self) -> int | None:
-        """How many draws it is the mean of, where it says so."""
+        """Return the number of draws averaged, if recorded."""
         return None if self.header is None else self.header.meta["samples"]
 
     @property
     def likelihood(self) -> str | None:
-        """The name that rows record of it."""
+        """Return the likelihood's name as recorded in rows."""
         return None if self.is_exclusive else MULTILABEL
 
     def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
-        """What scores of the split are made of, set by the options that they bring."""
+        """Return the inputs of scores, with the options that scores define."""
         lengths = self.arrays.get("top_k")
         mutual_info = self.arrays.get("mutual_info")
         return ScoredPredictions(
@@ -119,15 +123,15 @@ class GivenPredictions:
         )
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:
-        """The scores of these names of each example, or why there are none."""
+        """Return the named scores of each example, or the reason there are none."""
         return example_scores(names, self.examples, self.arrays.get)
 
     def named(self, name: str) -> GivenPredictions:
-        """The same, of a split of this name."""
+        """Return the predictions under another split name."""
         return replace(self, name=name)
 
     def of_rows(self, rows: NDArray[np.int64], name: str) -> GivenPredictions:
-        """Some of its examples (n,), under another name."""
+        """Return the predictions of some examples (n,) under another split name."""
         arrays = {key: array[rows] for key, array in self.arrays.items()}
         labels = None if self.labels is None else self.labels[rows]
         return replace(self, name=name, probs=np.asarray(self.probs[rows]), labels=labels, arrays=arrays)
@@ -136,16 +140,16 @@ class GivenPredictions:
 def open_given(
     place: str, said: Said, *, name: str | None = None, labels: str | None = None, is_labeled: bool = True
 ) -> GivenPredictions:
-    """The predictions in `FILE[:probs=COLUMN,label=COLUMN]`, or `FILE:ARRAY[,LABELS]`.
+    """Open the predictions in `FILE[:probs=COLUMN,label=COLUMN]` or `FILE:ARRAY[,LABELS]`.
 
     Args:
-        name: of the split; None: what a prediction file says, or the file's stem.
-        labels: where they are, if not with the predictions.
-        is_labeled: whether labels are wanted.
+        name: of the split; None for the name in a prediction file, or the file's stem.
+        labels: location of the labels, if separate.
+        is_labeled: whether labels are required.
 
     Raises:
-        MissingInput, UsageError, DataError, Untrusted: as read_given; predictions that are neither clearly probabilities nor
-            clearly logits; labels that do not fit.
+        MissingInput, UsageError, DataError, Untrusted: see read_given; also if values are neither clearly probabilities nor
+            clearly logits, or labels do not fit.
     """
     path, named = split_prediction_place(place)
     if read_magic(path) == HDF5_MAGIC:
@@ -223,7 +227,7 @@ def _of_file(given: FilePredictions, said: Said, name: str) -> GivenPredictions:
 
 
 def _likelihood(labels: NDArray | None, num_outputs: int, said: Said, where: str) -> Likelihood:
-    """What so many outputs are, as the task that is named and the labels say it."""
+    """Return the likelihood for this number of outputs, from the given task and the labels."""
     name = common_task({where: labels}, said.task)
     if said.task == MULTILABEL:
         name = MULTILABEL
@@ -236,7 +240,11 @@ def _likelihood(labels: NDArray | None, num_outputs: int, said: Said, where: str
 
 
 def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: str) -> GivenPredictions:
-    """The predictions with these labels. Raises DataError where they do not fit."""
+    """Return the predictions with these labels.
+
+    Raises:
+        DataError: the labels do not fit.
+    """
     num_rows, num_classes = split.probs.shape
     if len(labels) != num_rows:
         raise DataError(
@@ -260,10 +268,10 @@ def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: st
 
 
 def _found(given: FilePredictions, likelihood: Likelihood, where: str) -> str:
-    """Whether the values are probabilities or logits, as their name and they themselves say.
+    """Return whether values are probabilities or logits, judging by name and content.
 
     Raises:
-        DataError: NaN or infinity; log-probabilities; what may be either.
+        DataError: NaN or infinity, log probabilities, or ambiguous values.
     """
     values, column = given.values, f"{where}: {quoted(given.column)}"
     smallest, largest = float(values.min()), float(values.max())
@@ -281,7 +289,7 @@ def _found(given: FilePredictions, likelihood: Likelihood, where: str) -> str:
         )
     is_probable = _are_distributions(values, likelihood) or (given.holds is None and _are_within(values))
     if given.holds == PROBS or is_probable:
-        return PROBS  # what is wrong with them the check of probabilities tells
+        return PROBS  # errors in them are reported by the check of probabilities
     if given.holds == LOGITS:
         return LOGITS
     if largest <= 0 and likelihood.is_exclusive and values.shape[1] > 1 and _sum_to_one(values, np.exp):
@@ -307,23 +315,23 @@ def _are_within(values: NDArray) -> bool:
 
 
 def _are_distributions(values: NDArray, likelihood: Likelihood) -> bool:
-    """Whether the rows can be probabilities of classes that exclude each other, as they stand."""
+    """Return whether the rows can be probabilities of exclusive classes."""
     return likelihood.is_exclusive and values.shape[1] > 1 and _are_within(values) and _sum_to_one(values)
 
 
 def _sum_to_one(values: NDArray, made: Any = np.asarray) -> bool:
-    """Whether the rows, of what is made of the values, sum to one within the tolerance of probabilities."""
+    """Return whether the rows, transformed by `made`, sum to one within the tolerance for probabilities."""
     return _sum_error(values, made) <= ROW_SUM_TOLERANCE
 
 
 def _sum_error(values: NDArray, made: Any = np.asarray) -> float:
-    """How far from one the rows, of what is made of the values, sum to at most; NaN if there is one among them."""
+    """Return the largest deviation from one of the sums of rows, transformed by `made`; NaN if any row has one."""
     blocks = (made(np.asarray(values[rows], dtype=np.float64)) for rows in row_blocks(*values.shape))
     return float(np.max([np.abs(block.sum(axis=1) - 1).max(initial=0) for block in blocks], initial=0))
 
 
 def _with_unit_sums(values: NDArray, where: str) -> tuple[NDArray, str | None]:
-    """Rounded probabilities (N, C) with rows that sum to one, and what to say of it; others as they are, and None."""
+    """Normalise rounded probabilities (N, C) and return them with a note; others unchanged, with None."""
     worst = _sum_error(values)
     if not (ROW_SUM_TOLERANCE < worst <= _MOST_ROUNDING and _are_within(values)):
         return values, None
@@ -337,11 +345,11 @@ def _with_unit_sums(values: NDArray, where: str) -> tuple[NDArray, str | None]:
     return kept, f"{where}: rows of {what} sum to 1 only to within {worst:.1g}; each row was divided by its sum"
 
 
-_MOST_ROUNDING = 0.05  # rows that are further from 1 have lost a class, whatever their numbers are rounded to
+_MOST_ROUNDING = 0.05  # rows further from 1 lack a class, whatever the rounding
 
 
 def _roundings(values: NDArray) -> Iterator[tuple[float, str]]:
-    """What the values are rounded to: how far from 1 a row of such numbers may sum to, and what they are called."""
+    """Yield possible roundings of the values: the largest deviation from 1 of a row's sum, and the name of the rounding."""
     if values.dtype == np.float16:
         yield 2.0**-10, "16-bit numbers"
     if values.dtype == np.float32 and not (np.ascontiguousarray(values).view(np.uint32) & 0xFFFF).any():
@@ -354,10 +362,12 @@ def _roundings(values: NDArray) -> Iterator[tuple[float, str]]:
 
 
 def _from_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tuple[NDArray, dict[str, NDArray]]:
-    """Probabilities (N, C), computed in float64 and kept in the logits' type, float32 at least; energy and largest logit (N,).
+    """Return probabilities (N, C), and energy and largest logit (N,), from logits.
+
+    Computed in float64 and stored in the type of the logits, at least float32.
 
     Raises:
-        DataError: a logit that is not finite.
+        DataError: a logit is not finite.
     """
     size = len(logits)
     kept = np.promote_types(logits.dtype, np.float32)
@@ -375,7 +385,11 @@ def _from_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tuple[N
 
 
 def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
-    """Raise DataError unless the predictions are of the same classes."""
+    """Check that two predictions have the same classes.
+
+    Raises:
+        DataError: they do not.
+    """
     shown = [quoted(split.path, limit=300) for split in (one, other)]
     if len(one.classes) != len(other.classes):
         raise DataError(
@@ -391,7 +405,7 @@ def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
 
 
 def artifact_names(split: GivenPredictions) -> dict[str, Any]:
-    """What a row says of the predictions: those of predict by their posterior and integrator, others by their file."""
+    """Return a row's name for the predictions: posterior and integrator for those of predict, otherwise the file."""
     if split.header is not None:
         meta = split.header.meta
         variant = str(meta.get("variant", meta["integrator"]))
@@ -419,11 +433,11 @@ _OLD = "the reference's predictions store no groups of draws; run predict again"
 
 @dataclass(frozen=True)
 class MatchedForecasts:
-    """Predictions that are held against a reference.
+    """Predictions to compare with a reference.
 
     Args:
-        split: what they are of, for messages.
-        sample_id: (N,), the row of each example in its data; None where it is not known.
+        split: its name, for messages.
+        sample_id: (N,), the row of each example in its data; None if unknown.
     """
 
     split: str
@@ -442,11 +456,11 @@ def rows_against(
     bootstrap: Bootstrap | None,
     tell: Callable[[str], None],
 ) -> list[Row]:
-    """The rows of how near predictions are to a reference's.
+    """Return the rows of distances between predictions and a reference.
 
     Args:
         name: of the reference, in rows.
-        tell: hears which rows of the reference were taken.
+        tell: reports which rows of the reference are used.
 
     Raises:
         DataError: the reference has other rows, labels or classes.
@@ -468,7 +482,7 @@ def rows_against(
 def check_against(
     ours: MatchedForecasts, reference: GivenPredictions, *, tell: Callable[[str], None] = lambda text: None
 ) -> NDArray[np.int64] | None:
-    """The rows of `matching_rows`. Raises DataError as `rows_against` does."""
+    """Check predictions against a reference and return `matching_rows`; raises as `rows_against`."""
     if reference.is_exclusive != ours.is_exclusive or reference.probs.shape[1] != ours.probs.shape[1]:
         what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that are not mutually exclusive")
         raise DataError(
@@ -481,13 +495,13 @@ def check_against(
 def matching_rows(
     ours: MatchedForecasts, reference: GivenPredictions, *, tell: Callable[[str], None]
 ) -> NDArray[np.int64] | None:
-    """The rows (N,) of the reference that are the examples, None where these are all of them in their order.
+    """Return the rows (N,) of the reference that match the examples; None if all match in order.
 
-    Where the reference says which rows of their data its examples are, they are found by these; one of more rows than the
-    split is taken for the whole data that the split was held out of; one of as many has them in the split's order.
+    Rows are matched by sample IDs if the reference has them. Otherwise a reference with more rows than the split is
+    taken as the whole data the split was held out of, and one with as many rows as the split in its order.
 
     Raises:
-        DataError: the numbers of rows do not go together, or labels differ.
+        DataError: the numbers of rows do not fit, or labels differ.
     """
     size, others = len(ours.probs), len(reference.probs)
     rows = None
@@ -519,7 +533,7 @@ def matching_rows(
 
 
 def _places(ids: NDArray, theirs: NDArray) -> NDArray[np.int64] | None:
-    """Where each id is among theirs; None where one is not, or twice."""
+    """Return the position of each ID in `theirs`; None if one is missing or repeated."""
     order = np.argsort(theirs)
     ordered = theirs[order]
     at = np.searchsorted(ordered, ids).clip(max=max(0, len(ordered) - 1))
@@ -528,7 +542,11 @@ def _places(ids: NDArray, theirs: NDArray) -> NDArray[np.int64] | None:
 
 
 def _check_labels(ours: MatchedForecasts, reference: GivenPredictions, rows: NDArray | None) -> None:
-    """Raise DataError where both have labels, and they differ."""
+    """Check that labels agree if both have them.
+
+    Raises:
+        DataError: they differ.
+    """
     if ours.labels is None or reference.labels is None:
         return
     theirs = np.asarray(reference.labels)[rows if rows is not None else slice(None)]
@@ -542,7 +560,7 @@ def _check_labels(ours: MatchedForecasts, reference: GivenPredictions, rows: NDA
 
 
 def _of_rows(reference: GivenPredictions, rows: NDArray[np.int64] | None, name: str) -> ReferencePredictions:
-    """The reference's predictions of these rows, and those of halves of its draws."""
+    """Return the reference's predictions of these rows, with those of two halves of its draws."""
     from bnncli.evaluation.fidelity import NO_DRAWS, Forecasts, ReferencePredictions
 
     info = reference.arrays.get("mutual_info")
@@ -554,9 +572,10 @@ def _of_rows(reference: GivenPredictions, rows: NDArray[np.int64] | None, name: 
 
 
 def halves_of(file: PredictionFile, rows: NDArray[np.int64] | None) -> tuple[Forecasts, Forecasts] | None:
-    """What each half of the draws predicts, of as many of these rows as the file tells; None where it does not tell.
+    """Return the predictions of each half of the draws for the stored rows among `rows`; None if none are stored.
 
-    Every draw that is kept tells mutual information as well; else of the groups of draws every other one is a half.
+    From stored draws, mutual information is computed as well; from stored groups of draws, every second group forms a
+    half.
     """
     from bnncli.evaluation.fidelity import Forecasts
 
@@ -584,7 +603,7 @@ def halves_of(file: PredictionFile, rows: NDArray[np.int64] | None) -> tuple[For
 
 
 def _mutual_info(probs: NDArray) -> NDArray:
-    """Of class and draw (N,), nats, from the probabilities of every draw (S, N, C)."""
+    """Return the mutual information of class and draw (N,), nats, from probabilities (S, N, C)."""
     from bnncli.lazy import special
 
     found: NDArray = special.entr(probs.mean(axis=0)).sum(axis=-1) - special.entr(probs).sum(axis=-1).mean(axis=0)

@@ -1,7 +1,7 @@
-"""What a posterior over a whole network will take of the memory to predict with, planned before it is opened, in bytes.
+"""Plan the memory to predict with a posterior over a whole network, in bytes, before it is opened.
 
-The posterior is held as its file has it, and so are the inputs and the draws that predict. Beside them stands what needs most: the
-file while it is read, draws while they are made, or a block of examples.
+The posterior, the inputs and the predicting draws are held throughout. On top comes the largest of: the file while it
+is read, draws while they are created, and a block of examples.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from bnncli.system.memory import budget, require
 if TYPE_CHECKING:
     from bnncli.parameters.tensor_bytes import Growth
 
-_READ_COPIES = 2  # of a posterior's file: its bytes, and its tensors
-_DERIVED_VECTORS = 3  # of P numbers, float64, that a covariance makes of its file
-_MADE_VECTORS = 4  # of P numbers, float64, for each draw that is made of its noise
-# Of each number of draws that become deviations of theta: float64, the mean taken off, and float32 of both.
+_READ_COPIES = 2  # copies of a posterior's file while reading: its bytes and its tensors
+_DERIVED_VECTORS = 3  # vectors (P,) float64 that a covariance derives from its file
+_MADE_VECTORS = 4  # vectors (P,) float64 per draw created from noise
+# Bytes per number to turn draws into deviations of theta: float64, centred float64, and float32 of both.
 _PUSHED_BYTES = 20
-_QUASI_VECTORS = 4  # of P numbers, float64, for each draw of Sobol points: those, their quantiles, theta and products
-_LOGIT_COPIES = 4  # of draws of logits: normals, the logits, their probabilities, and p log p
-_COVARIANCES = 4  # of an example's logits, float64: the sum, what is added, and its root
+_QUASI_VECTORS = 4  # vectors (P,) float64 per Sobol draw: points, quantiles, theta and products
+_LOGIT_COPIES = 4  # copies per draw of logits: normals, logits, probabilities, p log p
+_COVARIANCES = 4  # covariances of an example's logits, float64: sum, increment and root
 
 
 @dataclass(frozen=True)
 class PredictionSizes:
-    """What is to be predicted.
+    """Sizes of a prediction.
 
     Args:
-        needs: of the posterior, as an integrator says.
+        needs: what an integrator needs of the posterior.
         num_examples: of the split.
-        num_draws: that predict; None for all that the posterior has, or where none do.
+        num_draws: used; None for all stored draws, or without draws.
         keeps_samples: whether the probabilities of each draw are kept.
     """
 
@@ -55,22 +55,22 @@ class PredictionSizes:
     keeps_samples: bool = False
 
     def stored_bytes(self, num_classes: int, num_draws: int) -> int:
-        """Of what is predicted, of draws, and of their groups; as blocks, and joined."""
+        """Return the bytes of predictions, draws and group means, as blocks and concatenated."""
         groups = 4 * NUM_GROUPS * num_group_mean_rows(self.num_examples, num_classes, NUM_GROUPS)
         return 2 * num_classes * (self.num_examples * (4 + 2 * num_draws * self.keeps_samples) + groups)
 
 
 @dataclass(frozen=True)
 class PosteriorMemory:
-    """A posterior, as the memory of its predictions goes.
+    """Memory of a posterior during prediction.
 
     Args:
         layout: bound to the network.
         kind: its type.
         structure: of a Gaussian's covariance; empty for others.
         file_bytes: of its file.
-        num_stored: draws that its file has; 0 where it makes them.
-        drawn_params: numbers of a draw, of a mixture a member's number and its last layer; 0 for all of the network's.
+        num_stored: draws in its file; 0 if it creates them.
+        drawn_params: size of a draw; of a mixture, a member's number and its last layer; 0 for all of the network's parameters.
     """
 
     layout: ModuleLayout
@@ -82,7 +82,7 @@ class PosteriorMemory:
 
     @classmethod
     def of(cls, header: Header, layout: ModuleLayout) -> PosteriorMemory:
-        """Of the posterior with this header, bound to the network."""
+        """Create it from a posterior's header and its layout bound to the network."""
         meta, metrics = header.meta, header.meta.get("metrics", {})
         stored = metrics.get("chains", 0) * metrics.get("draws", 0) if header.kind == "samples" else 0
         return cls(
@@ -96,14 +96,14 @@ class PosteriorMemory:
 
     @property
     def num_drawn(self) -> int:
-        """Numbers of a draw."""
+        """Return the size of a draw."""
         return self.drawn_params or self.layout.num_params
 
     def predicting_bytes(self, device: torch.device, asked: PredictionSizes, *, has_scores: bool = True) -> int:
-        """At the peak, beside the inputs.
+        """Return the peak, without the inputs.
 
         Args:
-            has_scores: whether energies are taken too, of draws of their own where the posterior is not linearised.
+            has_scores: whether energies are computed, with further draws unless the posterior is linearised.
         """
         count, num_examples = asked.num_draws or self.num_stored or 1, asked.num_examples
         is_pushed = asked.needs == "logit_root" and (self.kind == "linear-draws" or count < self.layout.num_outputs)
@@ -122,40 +122,40 @@ class PosteriorMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Of the posterior while it is used."""
+        """Return the bytes of the posterior in use."""
         return self.file_bytes + 8 * _DERIVED_VECTORS * self.layout.num_params
 
     @property
     def reading_bytes(self) -> int:
-        """Of the posterior while it is read; draws of a sampler are mapped."""
+        """Return the bytes to read the posterior; a sampler's draws are memory-mapped."""
         return self.file_bytes if self.kind == "samples" else _READ_COPIES * self.file_bytes
 
     def sampling_bytes(self, num_draws: int) -> int:
-        """Of draws (S, P) float32 while they are made."""
+        """Return the bytes to create draws (S, P) float32."""
         return self._made(num_draws, needs="sample")
 
     def block_bytes(self, device: torch.device, num_examples: int, num_draws: int) -> int:
-        """Of a block of examples that goes through the network under a block of draws, without gradients."""
+        """Return the bytes for a block of examples through the network under a block of draws, without gradients."""
         examples, draws = chunk_sizes(torch.empty(num_examples, 0, device=device), self.layout, num_draws)
         return self.pass_bytes(device, examples * min(draws, num_draws))
 
     def pass_bytes(self, device: torch.device, num_pairs: int) -> int:
-        """Of so many pairs of a draw and an example that go through the network together, without gradients."""
+        """Return the bytes to pass this many pairs of draw and example through the network at once, without gradients."""
         return process_bytes(self._forward, self.layout, num_pairs, device)
 
     @cached_property
     def _forward(self) -> Growth:
-        """Of examples, under one draw."""
+        """Return the growth of memory with examples, under one draw."""
         assert self.layout.network is not None
         return forward_growth(self.layout.network, self.layout.input_shape)
 
     def _kept(self, num_draws: int) -> int:
-        """Of draws (S, P) float32 that are not those of the file itself."""
+        """Return the bytes of draws (S, P) float32 beyond those in the file."""
         is_all = self.kind == "samples" and num_draws >= self.num_stored
         return 0 if is_all else 4 * num_draws * self.num_drawn
 
     def _made(self, num_draws: int, *, needs: str, is_pushed: bool = False) -> int:
-        """Of the same while they are made."""
+        """Return the bytes to create those draws."""
         size = self.num_drawn
         if self.kind == "samples":
             return self._kept(num_draws)
@@ -167,7 +167,7 @@ class PosteriorMemory:
         return self._kept(num_draws) + 8 * size * (noise + _MADE_VECTORS * min(noise, thetas_at_once(size)))
 
     def _moments(self, device: torch.device, num_examples: int, num_draws: int) -> int:
-        """Of the logits' covariances, a block of examples at a time, and of draws of the logits."""
+        """Return the bytes of the logits' covariances by block of examples, and of draws of the logits."""
         width = self.layout.num_classes
         count = chunk_sizes(torch.empty(num_examples, 0, device=device), self.layout, num_draws, width=width)[0]
         covariances = 8 * _COVARIANCES * count * self.layout.num_outputs**2
@@ -177,10 +177,13 @@ class PosteriorMemory:
 
 
 def require_prediction(memory: PosteriorMemory, asked: PredictionSizes, device: torch.device, *, what: str) -> int:
-    """Bytes that predictions take at their peak, the inputs with them. Raises DeviceError where that is too much.
+    """Return the peak bytes of predictions, with the inputs.
 
     Args:
-        what: is predicted, for the person.
+        what: name of the prediction, for messages.
+
+    Raises:
+        DeviceError: memory is short.
     """
     beside = first_use_bytes(device) + (4 * memory.layout.num_features + 8) * asked.num_examples
 

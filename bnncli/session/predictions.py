@@ -16,7 +16,7 @@ from bnncli.names import near_miss
 from bnncli.parameters.module import LAST
 from bnncli.session.run import Run
 
-# By the name that a command gives its posterior by itself; with "-all" behind it where it is over all layers.
+# Commands by the default name of their posterior, followed by "-all" if it is over all layers.
 _OF_LAYERS = {
     "laplace": "fit-laplace",
     "refine": "refine",
@@ -30,10 +30,10 @@ _ALL = "-all"
 
 
 def maker_of(run: Run, name: str, *, trust_code: bool = False) -> str | None:
-    """The command, to be pasted, that makes a posterior of this name by itself; None where somebody chose the name.
+    """Return the command that creates a posterior of this name by default; None for a user's name.
 
     Args:
-        trust_code: whether the code of the run's network may be run.
+        trust_code: whether the code of the run's network may run.
     """
     command = (_OF_LAYERS | _OF_THE_HEAD).get(name)
     if command is not None:
@@ -43,28 +43,28 @@ def maker_of(run: Run, name: str, *, trust_code: bool = False) -> str | None:
 
 
 def find_named(run: Run, name: str, *, flag: str, otherwise: str, trust_code: bool = False) -> Path:
-    """The file of the posterior called `name`, or that file itself.
+    """Return the file of the posterior called `name`, or `name` itself if it is a file.
 
     Args:
-        flag: the option it came by, for messages.
-        otherwise: the command for a name that no command gives by itself.
-        trust_code: whether the code of the run's network may be run.
+        flag: the option that gave it, for messages.
+        otherwise: the command to suggest for names that are no command's default.
+        trust_code: whether the code of the run's network may run.
 
     Raises:
-        MissingInput: when there is neither, with the command that would make it, or the name that was meant.
+        MissingInput: there is neither; names the command that creates it, or a similar name.
     """
     maker = maker_of(run, name, trust_code=trust_code)
     return run.folder.find_posterior(name, flag=flag, maker=maker or otherwise, is_meant=maker is not None)
 
 
 def find_base(run: Run, options: Any, name: str | None) -> Path:
-    """The file of the base that was named; of None, that of the Gaussian which fit-laplace makes of these layers.
+    """Return the file of the named base; for None, the Gaussian of fit-laplace over these layers.
 
     Args:
         options: with `layers`, `is_last_layer`, `trust_code`, `default_base`.
 
     Raises:
-        MissingInput: there is none, with the command that makes it.
+        MissingInput: there is none; names the command that creates it.
     """
     over = {} if options.is_last_layer else {"layers": options.layers, "trust_code": options.trust_code}
     if name is None or name == options.default_base:
@@ -89,27 +89,27 @@ def over_layers(
     maker: str | None = None,
     trust_code: bool = False,
 ) -> list[Found]:
-    """Those over these layers; all of them where none were asked for.
+    """Return the posteriors over these layers; all if no layers were given.
 
     Args:
-        found: files of posteriors, or what has one by `file_of`.
-        are_named: whether they were asked for by their names.
-        what: they are, and `maker`, the command that makes one, for messages; else fit-laplace, with `trust_code`.
+        found: files of posteriors, or objects with a file given by `file_of`.
+        are_named: whether the user named them.
+        what: noun for messages. maker: command that creates one; fit-laplace by default, with `trust_code`.
 
     Raises:
-        UsageError: one that was named is over others.
-        MissingInput: none is over these; names those there are.
+        UsageError: a named one is over other layers.
+        MissingInput: none is over these; lists those available.
     """
     if layers is None:
         return [*found]
-    names: dict[str, dict[str, None]] = {}  # of the posteriors, by what they are over
+    names: dict[str, dict[str, None]] = {}  # posterior names by layers
     kept = []
     for one in found:
         path = file_of(one)
         over = layers_of(path)
         name = "?" if path is None else path.stem
         names.setdefault(over, {})[name] = None
-        if over == layers or (are_named and over == _UNKNOWN):  # what cannot be read is told where it is opened
+        if over == layers or (are_named and over == _UNKNOWN):  # unreadable files are reported when opened
             kept.append(one)
         elif are_named:
             raise UsageError(
@@ -126,7 +126,7 @@ def over_layers(
 
 
 def layers_of(path: Path | None) -> str:
-    """What the posterior in a file is over, as it was named; unknown layers where the file cannot be read."""
+    """Return the layers of the posterior in a file as named; a placeholder if it cannot be read."""
     try:
         return _UNKNOWN if path is None else str(read_header(path).meta.get("layers") or LAST)
     except (DataError, MissingInput):
@@ -135,47 +135,47 @@ def layers_of(path: Path | None) -> str:
 
 @dataclass(frozen=True)
 class PredictionGroup:
-    """The predictions of one posterior by one integrator: a header for each split, the posterior's own file."""
+    """Predictions of one posterior by one integrator: a header per split, and the posterior's file."""
 
     name: str
     headers: list[Header]
 
     @property
     def posterior(self) -> str:
-        """The posterior's name."""
+        """Return the posterior's name."""
         return str(self.headers[0].meta["posterior"])
 
     @property
     def integrator(self) -> str:
-        """The integrator's name."""
+        """Return the integrator's name."""
         return str(self.headers[0].meta["integrator"])
 
     @property
     def variant(self) -> str:
-        """The integrator's name with the settings that are not the default."""
+        """Return the integrator's name with its non-default settings."""
         return str(self.headers[0].meta.get("variant", self.integrator))
 
     @property
     def posterior_path(self) -> Path | None:
-        """The posterior's file, where it was when the predictions were made."""
+        """Return the path of the posterior's file when the predictions were created."""
         for entry in self.headers[0].inputs:
             if entry["role"] == "posterior":
                 return Path(os.path.normpath(self.headers[0].input_path(entry)))
         return None
 
     def splits(self, *, is_ood: bool) -> dict[str, Header]:
-        """The headers of the splits outside the distribution, or of those inside, by name."""
+        """Return the headers of the in-distribution or out-of-distribution splits by name."""
         return {str(h.meta["split"]): h for h in self.headers if bool(h.meta.get("is_ood")) == is_ood}
 
     def is_named(self, posteriors: Sequence[str], integrators: Sequence[str]) -> bool:
-        """Whether its names are among those asked for; an empty list asks for all."""
+        """Return whether the group is among these names; an empty list matches all."""
         return (
             not posteriors or not {self.posterior, self.name, f"{self.posterior}.{self.variant}"}.isdisjoint(posteriors)
         ) and (not integrators or not {self.integrator, self.variant}.isdisjoint(integrators))
 
 
 class Skipped(NamedTuple):
-    """A posterior that is left out: its name, that of its predictions (or its own again), the reason, whether it has predictions."""
+    """A skipped posterior: its name, that of its predictions or its own, the reason, whether it has predictions."""
 
     posterior: str
     name: str
@@ -193,19 +193,19 @@ def open_groups(
     skipped: list[Skipped] | None = None,
     leave_out: Collection[Path] = (),
 ) -> list[PredictionGroup]:
-    """The predictions of the run, grouped; those of stale posteriors are skipped with a warning unless they were named.
+    """Open the run's predictions in groups; skip those of stale posteriors with a warning unless named.
 
     Args:
-        posteriors: names of posteriors or of groups; all when empty.
-        integrators: names of integrators, with or without their settings; all when empty.
-        layers: that posteriors are over, as the command that made them was given them; any where it is None.
-        beside: names of posteriors or groups that are taken whatever they are over.
-        skipped: gains the posteriors of the run that are left out: their predictions are stale, or there are none.
-        leave_out: files that are not looked at.
+        posteriors: names of posteriors or groups; all if empty.
+        integrators: names of integrators, with or without settings; all if empty.
+        layers: of the posteriors, as given to the command that created them; None for any.
+        beside: names of posteriors or groups to include regardless of layers.
+        skipped: extended by the run's posteriors that have no predictions or stale ones.
+        leave_out: files to ignore.
 
     Raises:
-        MissingInput: there are none, with the command that makes them.
-        DataError: all are stale; one that was named is; or a name holds predictions of several posteriors.
+        MissingInput: there are none; names the command that creates them.
+        DataError: all or a named one are stale, or a name has predictions of several posteriors.
     """
     groups = _read_groups(run, posteriors, leave_out)
     wanted = _named(run, groups, posteriors, integrators)
@@ -233,7 +233,7 @@ def open_groups(
 
 
 def _read_groups(run: Run, posteriors: Sequence[str], leave_out: Collection[Path]) -> list[PredictionGroup]:
-    """All predictions of the run, grouped; files that cannot be read are skipped where others' posteriors were named."""
+    """Read all predictions of the run in groups; skip unreadable files of posteriors that were not named."""
     found: dict[str, list[Header]] = {}
     for path in (one for one in run.folder.prediction_files() if one not in leave_out):
         try:
@@ -251,7 +251,11 @@ def _read_groups(run: Run, posteriors: Sequence[str], leave_out: Collection[Path
 def _named(
     run: Run, groups: list[PredictionGroup], posteriors: Sequence[str], integrators: Sequence[str]
 ) -> list[PredictionGroup]:
-    """The groups that were asked for. Raises MissingInput for a name that no group has, and where none has them all."""
+    """Return the requested groups.
+
+    Raises:
+        MissingInput: a name matches no group, or no group matches all names.
+    """
     there = ", ".join(group.name for group in groups) or "none"
     for name in posteriors:
         if not any(group.is_named([name], []) for group in groups):
@@ -273,25 +277,25 @@ def _named(
 
 
 def _without_predictions(run: Run, groups: list[PredictionGroup], layers: str | None) -> list[Skipped]:
-    """The run's posteriors over `layers` of which there are no predictions."""
+    """Return the run's posteriors over `layers` without predictions."""
     predicted = {group.posterior for group in groups}
     over = [path.stem for path in run.folder.posteriors() if layers in (None, layers_of(path))]
     return [Skipped(name, name, "it has no predictions", is_predicted=False) for name in over if name not in predicted]
 
 
 def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:
-    """Whether the predictions in the folder `group`, by its name, are of no posterior that was named."""
+    """Return whether the folder name `group` belongs to none of the named posteriors."""
     return bool(posteriors) and "." in group and {group, group.partition(".")[0]}.isdisjoint(posteriors)
 
 
 def _family(variant: str) -> str | None:
-    """The integrator that a name with settings is of: mean-field-order2 of mean-field, and not of mean."""
+    """Return the integrator of a name with settings: mean-field for mean-field-order2, not mean."""
     of = [one for one in registry.names("integrators") if variant == one or variant.startswith(f"{one}-")]
     return max(of, key=len, default=None)
 
 
 def _maker(run: Run, name: str, groups: Sequence[PredictionGroup], integrators: Sequence[str]) -> str:
-    """The command that predicts with a posterior of the run; where there is none of this name, what makes it, or the name that was meant."""
+    """Return the command that predicts with a posterior; if it does not exist, one that creates it or a similar name."""
     known = {path.stem for path in run.folder.posteriors()}
     posterior = name if name in known else name.partition(".")[0]
     if posterior in known:
@@ -305,7 +309,7 @@ def _maker(run: Run, name: str, groups: Sequence[PredictionGroup], integrators: 
 
 
 def _unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> DataError | None:
-    """Why a group is not fresh, None where it is; raises instead when it was named."""
+    """Return why a group is not fresh, or None if it is; raise instead if it was named."""
     makers = {
         (PredictionGroup(group.name, [header]).posterior, PredictionGroup(group.name, [header]).variant)
         for header in group.headers

@@ -1,4 +1,4 @@
-"""Predict with one posterior: choose the integrator, open it once, then predict block by block."""
+"""Predict with one posterior: choose the integrator, open it once, and predict block by block."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ if TYPE_CHECKING:
 
 ALL = "all"
 ENSEMBLE = "ensemble"
-OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
+OF_THETA = ("sample", "quasi_noise", "log_density")  # needs of integrators that use draws of theta
 PLUG_IN_METHODS = ("map", "temperature", "prune")
 
 
 @dataclass(frozen=True)
 class IntegratorChoice:
-    """An integrator with its settings, for one posterior.
+    """An integrator with its settings for one posterior.
 
     Attributes:
-        samples: draws; None for an integrator without draws, and for all draws of a posterior that is draws.
-        top_k: rule, threshold and cap by which classes are ranked; None where they are not.
+        samples: number of draws; None for integrators without draws, and for all draws of a posterior that consists of draws.
+        top_k: rule, threshold and cap of the class ranking; None without one.
     """
 
     name: str
@@ -83,26 +83,26 @@ class IntegratorChoice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The integrator's settings by name."""
+        """Return the integrator's settings by name."""
         return settings_of(self.integrator)
 
     @property
     def variant(self) -> str:
-        """The integrator's name, with the settings that are not the default."""
+        """Return the integrator's name with its non-default settings."""
         return variant(self.name, self.settings)
 
 
 @dataclass(frozen=True)
 class AskedIntegrators:
-    """What the options ask of every posterior.
+    """Integrators and settings requested for every posterior.
 
     Attributes:
-        named: integrators by name; empty for the default of each posterior.
-        takes_all: whether every integrator that fits was asked for.
-        given: settings that were given.
-        samples: draws that were asked for.
-        top_k: rule, threshold and cap of the ranking that was asked for.
-        keeps_samples: whether each draw's probabilities were asked for.
+        named: integrators by name; empty for each posterior's default.
+        takes_all: whether every suitable integrator was requested.
+        given: settings given.
+        samples: number of draws.
+        top_k: rule, threshold and cap of the ranking.
+        keeps_samples: whether to keep each draw's probabilities.
     """
 
     named: tuple[str, ...]
@@ -114,10 +114,10 @@ class AskedIntegrators:
 
     @classmethod
     def of(cls, options: PredictOptions, headers: Iterable[Header]) -> AskedIntegrators:
-        """What the options ask of posteriors with these headers.
+        """Read the options for posteriors with these headers.
 
         Raises:
-            UsageError: a setting or --samples that no chosen integrator has, or a value that one refuses.
+            UsageError: no chosen integrator has a given setting or --samples, or one refuses a value.
         """
         named = tuple(dict.fromkeys(name for name in options.integrator if name != ALL))
         takes_all, top_k = ALL in options.integrator, _top_k(options)
@@ -127,7 +127,7 @@ class AskedIntegrators:
         return asked
 
     def choices(self, header: Header, num_classes: int) -> tuple[list[IntegratorChoice], list[UsageError]]:
-        """The integrators for one posterior, and why each of those that were asked for and do not fit does not."""
+        """Return the integrators for one posterior, and an error for each requested one that does not fit."""
         found, refusals = [], []
         for name in self._names(header):
             integrator = self._build(name)
@@ -140,7 +140,7 @@ class AskedIntegrators:
         return found, refusals
 
     def _names(self, header: Header) -> list[str]:
-        """The integrators asked for, by name; the default of the posterior where none was."""
+        """Return the names of the requested integrators, or the posterior's default."""
         everything = [name for name in names("integrators") if name not in self.named] if self.takes_all else []
         is_plain = self.samples is None and not self.given and not self.keeps_samples
         default = default_integrator if is_plain else sampling_integrator
@@ -157,14 +157,14 @@ class AskedIntegrators:
     def _samples(self, integrator: Integrator, header: Header) -> int | None:
         if not integrator.is_sampling:
             return None
-        if is_of_draws(header):  # no more than there are
+        if is_of_draws(header):  # at most the stored draws
             return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
         is_last_layer = header.meta.get("layers") is None
         by_default = integrator.default_for(_num_params(header), is_last_layer=is_last_layer)
         return self.samples or header.meta.get("default_samples") or by_default
 
     def _check(self, chosen: set[str]) -> None:
-        """Raise UsageError for what none of the chosen integrators has, or one refuses."""
+        """Raise UsageError for a setting that no chosen integrator has or one refuses."""
         built = {name: self._build(name) for name in sorted(chosen)}
         for setting in self.given:
             if not any(setting in settings_of(integrator) for integrator in built.values()):
@@ -183,26 +183,26 @@ class AskedIntegrators:
 
 
 def default_integrator(header: Header) -> str:
-    """The integrator of a posterior when none is named: the one that predicted val best when it was fitted, or its method's own."""
+    """Return a posterior's default integrator: the one that predicted val best after fitting, or its method's own."""
     preferred = header.meta.get("metrics", {}).get("recommended_integrator") if follows_val(type_of(header)) else None
     return preferred or sampling_integrator(header)
 
 
 def follows_val(posterior_type: str) -> bool:
-    """Whether the default integrator is the one that val prefers: not of a sampler's draws, which others are compared with."""
+    """Return whether the default integrator follows val; not for a sampler's draws, the reference for others."""
     return posterior_type != "samples"
 
 
 def sampling_integrator(header: Header) -> str:
-    """The integrator of a posterior's method, whatever val says: by draws, where it is no point."""
+    """Return the integrator of a posterior's method regardless of val: by draws unless it is a point."""
     return default_integrator_of(str(header.meta.get("method")), is_last_layer=header.meta.get("layers") is None)
 
 
 def default_integrator_of(method: str, *, is_last_layer: bool = True) -> str:
-    """The integrator of what a method (laplace, map, ...) gives, when none is named.
+    """Return the default integrator for a method (laplace, map, ...).
 
-    A Gaussian of other layers than the last is that of the network linearised at its mean (Immer et al. 2021,
-    arXiv:2008.08400): draws of its weights, put into the network itself, leave the region where the Gaussian is good.
+    A Gaussian over other layers uses the network linearised at its mean (Immer et al. 2021, arXiv:2008.08400): draws
+    of its weights in the network itself leave the region where the Gaussian is accurate.
     """
     if method in PLUG_IN_METHODS:
         return "plug-in"
@@ -210,17 +210,17 @@ def default_integrator_of(method: str, *, is_last_layer: bool = True) -> str:
 
 
 def type_of(header: Header) -> str:
-    """The posterior's type: gaussian, samples, ..."""
+    """Return the posterior's type: gaussian, samples, ..."""
     return "samples" if header.kind == "samples" else str(header.meta.get("type"))
 
 
 def is_of_draws(header: Header) -> bool:
-    """Whether a posterior is draws, or networks, that predictions use as they are."""
+    """Return whether a posterior consists of draws, or networks, that predictions use unchanged."""
     return type_of(header) in ("samples", ENSEMBLE)
 
 
 def num_stored(header: Header) -> int:
-    """How many draws a posterior that is draws has; 0 where its header does not say."""
+    """Return the number of draws a posterior consists of; 0 if its header does not say."""
     metrics = header.meta.get("metrics", {})
     if type_of(header) == ENSEMBLE:
         return int(metrics.get("num_members", 0))
@@ -228,12 +228,12 @@ def num_stored(header: Header) -> int:
 
 
 def _num_params(header: Header) -> int:
-    """P of a posterior."""
+    """Return P of a posterior."""
     return sum(math.prod(part["shape"]) for part in header.meta.get("param_layout", []))
 
 
 def _top_k(options: PredictOptions) -> dict[str, Any] | None:
-    """The ranking asked for, with what was not said filled in."""
+    """Return the requested ranking with defaults filled in."""
     if options.top_k is None:
         return None
     given = {"rule": options.top_k, "threshold": options.top_k_threshold, "cap": options.top_k_cap}
@@ -244,7 +244,7 @@ def _top_k(options: PredictOptions) -> dict[str, Any] | None:
 
 
 def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: int) -> str | None:
-    """Why the integrator cannot predict with this posterior; None where it can."""
+    """Return why the integrator cannot predict with this posterior, or None if it can."""
     posterior_type = type_of(header)
     if not has_attribute("posteriors", posterior_type, integrator.needs):
         return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for {with_article(posterior_type)} posterior ({header.path.stem})"
@@ -270,28 +270,28 @@ def _refusal(why: str, header: Header, num_classes: int) -> UsageError:
 
 
 def _listed(chosen: Iterable[str]) -> str:
-    """mc has; mc and probit have."""
+    """Return names with the verb: "mc has", "mc and probit have"."""
     found = list(chosen)
     return f"{' and '.join(found)} {'has' if len(found) == 1 else 'have'}"
 
 
 Rows: TypeAlias = "dict[str, Tensor]"
-# Where processes share a split's examples: numbers that those of a slice leave under one draw, and how many examples it has at least
-# and at most. Products with a head want hundreds of examples; of a network, whose draws are passes, few examples may be dear.
+# Size of the slices that processes share: numbers under one draw, and fewest and most examples. Products with a head are
+# efficient with hundreds of examples; for a network, each draw is a pass and few examples may already be expensive.
 _NUMBERS, _ROWS = 2**20, (64, 512)
-_ROW_AXIS = {"group_probs": 1, "probs_samples": 1}  # of others it is the first
+_ROW_AXIS = {"group_probs": 1, "probs_samples": 1}  # 0 for the others
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What one posterior predicts by one integrator for N examples, on the CPU.
+    """Predictions of one posterior by one integrator for N examples, on the CPU.
 
     Attributes:
-        prediction: probabilities and what belongs to them, with group means at `group_rows` where the draws have groups.
-        energy: (N,) float32, -log sum exp of the mean logits. max_logit: (N,) float32, the largest of those.
-        group_rows: (R,) int64 ascending; None without groups.
-        probs_samples: (S, N, C) float16, of every draw, where they were to be kept.
-        integrator: what predicted: its number of draws, the level of its intervals, what it says of itself.
+        prediction: probabilities and related arrays, with group means at `group_rows` if the draws have groups.
+        energy: (N,) float32, -log sum exp of the mean logits. max_logit: (N,) float32, the largest of these.
+        group_rows: (R,) int64, ascending; None without groups.
+        probs_samples: (S, N, C) float16 for every draw, if kept.
+        integrator: the prepared integrator: its number of draws, level of intervals and notes.
     """
 
     prediction: Prediction
@@ -303,24 +303,24 @@ class Predicted:
 
 
 def shared_rows(num_rows: int, layout: ClassifierLayout) -> list[slice]:
-    """Slices of a split's rows that are predicted each by itself, whoever does it, by a posterior with this layout."""
+    """Return the slices of a split's rows to predict separately with this layout, whichever process does it."""
     return row_slices(num_rows, most=min(max(_NUMBERS // layout.widest, _ROWS[0]), _ROWS[1]), team=team())
 
 
 def own_rows(num_rows: int, layout: ClassifierLayout) -> list[slice]:
-    """Those of them that this process predicts: consecutive ones, perhaps none."""
+    """Return the consecutive slices this process predicts; may be empty."""
     found, others = shared_rows(num_rows, layout), team()
     return found if others is None else [found[place] for place in others.share(len(found))]
 
 
 def rows_of(prediction: Prediction, **beside: Tensor) -> Rows:
-    """A prediction of some rows, and what goes with it, as tensors by their names, on the CPU."""
+    """Return a prediction of some rows and related arrays as tensors by name, on the CPU."""
     found = {spec.name: getattr(prediction, spec.name) for spec in fields(prediction)}
     return {name: tensor.cpu() for name, tensor in (found | beside).items() if tensor is not None}
 
 
 def joined(parts: Sequence[Rows], group_rows: Tensor | None, integrator: Ready) -> Predicted:
-    """The prediction of consecutive rows, as one.
+    """Concatenate predictions of consecutive rows.
 
     Args:
         parts: from `rows_of`, at least one.
@@ -332,10 +332,10 @@ def joined(parts: Sequence[Rows], group_rows: Tensor | None, integrator: Ready) 
 
 
 def scattered(parts: Sequence[Predicted], rows: Sequence[Tensor]) -> Predicted:
-    """Predictions of some rows each, which are all rows together, as one in the order of the rows.
+    """Merge predictions of disjoint rows into one, in row order.
 
     Args:
-        rows: (n,) ascending, of each part.
+        rows: (n,) ascending, for each part.
     """
     last, order = parts[-1], torch.cat(list(rows)).argsort()
     groups = [own[part.group_rows] for part, own in zip(parts, rows, strict=True) if part.group_rows is not None]
@@ -361,12 +361,12 @@ def scattered(parts: Sequence[Predicted], rows: Sequence[Tensor]) -> Predicted:
 
 @dataclass(frozen=True)
 class PartProgress:
-    """The progress of a part of some work, as that of the whole.
+    """Progress of a part, shown as progress of the whole.
 
     Args:
-        outer: where the work is shown.
+        outer: progress display.
         whole: the task of all parts.
-        size: of this one, in the units of that.
+        size: of this part, in units of the whole.
     """
 
     outer: Progress
@@ -374,11 +374,11 @@ class PartProgress:
     size: int
 
     def task(self, name: str, total: int) -> Task:
-        """The task of this part, whose `total` steps count as its size."""
+        """Return the task of this part, scaling `total` steps to its size."""
         return _Part(self.whole, self.size, total)
 
     def warn(self, text: str) -> None:
-        """Passed on."""
+        """Forward a warning."""
         self.outer.warn(text)
 
 
@@ -399,18 +399,18 @@ class _Part:
         return self.size * self.done // max(1, self.total)
 
 
-KEPT_FROM = 2e9  # multiplications of a fit of the combined score, which take half a second on one core
+KEPT_FROM = 2e9  # multiplications to fit the combined score, about half a second on one core
 
 LINEARISED = ("gaussian", "linear-draws")  # posteriors that predict with the network linearised at their mean
 
 
 @dataclass
 class TrainData:
-    """The training split, for integrators that weigh draws by their target; read and moved when first asked for.
+    """The training split, for integrators that need the target; loaded and moved on first use.
 
     Attributes:
-        trusts_code: whether code that the run's features were made by may run again, for posteriors over other layers.
-        opener: gives the network that they were made by, where somebody else opens it.
+        trusts_code: whether recorded code may run again, for posteriors over other layers.
+        opener: returns the network if it is open elsewhere.
     """
 
     run: Run
@@ -421,7 +421,11 @@ class TrainData:
     _combined: dict[str, NDArray] = field(default_factory=dict)
 
     def fitted(self, header: Header) -> Split:
-        """The rows that a posterior was fitted to. Raises MissingInput or DataError without such that have labels."""
+        """Return the rows a posterior was fitted to.
+
+        Raises:
+            MissingInput, DataError: there are none, or they have no labels.
+        """
         wanted = fit_on(header)
         if wanted not in self._splits:
             self._splits[wanted] = load_fitted(self.run, wanted)
@@ -429,25 +433,25 @@ class TrainData:
 
     @cached_property
     def reader(self) -> NetworkReader:
-        """The network and the inputs, for posteriors over other layers than the last."""
+        """Return the network and inputs, for posteriors over other layers."""
         from bnncli.session.network_splits import NetworkReader
 
         return NetworkReader(self.run, self.trusts_code, self.opener)
 
     def seen_by(self, header: Header, split: Split) -> Split:
-        """A split as the posterior with this header sees it: its features, or the network's inputs."""
+        """Return a split as a posterior takes it: its features, or the network's inputs."""
         layers = header.meta.get("layers")
         return split if layers is None else self.reader.split(split, str(layers))
 
     def judged_on(self, header: Header, posterior: Any, split: Split) -> Any | None:
-        """What stands for a posterior where a split judges it: itself, its folds, or nothing where it has fitted the split without any."""
+        """Return the posterior, or its folds if it was fitted to the split; None if it has no folds."""
         if not knows(header, split):
             return posterior
         return out_of_fold(header, posterior, split, self.target) if "num_folds" in header.meta else None
 
     @cached_property
     def detector_splits(self) -> list[Split]:
-        """The splits that the combined score is fitted to, train and val; none where one of them cannot be used, or val is too small."""
+        """Return the splits for the combined score, train and val; empty if one is unusable or val is too small."""
         try:
             train, val = (load_split(self.run, name) for name in ("train", "val"))
         except MissingInput:
@@ -459,10 +463,10 @@ class TrainData:
 
     @cached_property
     def detector(self) -> FittedViews | None:
-        """The combined out-of-distribution score, fitted; None without its splits.
+        """Return the fitted combined out-of-distribution score; None without its splits.
 
-        What takes long to fit is kept beside the features, for later commands on the same features, seed and device. Processes
-        that work in step fit it together.
+        Slow fits are cached beside the features, for later commands with the same features, seed and device. Parallel
+        workers fit it together.
         """
         from bnncli.evaluation.feature_scores import REVISION, FittedViews, fit_cost
 
@@ -491,14 +495,14 @@ class TrainData:
         return found
 
     def combined_scores(self, split: Split) -> NDArray | None:
-        """The combined score (N,) float32 of a split's features, the same for all posteriors; None without one."""
+        """Return the combined score (N,) float32 of a split's features, the same for all posteriors; None without one."""
         digest = split.source.content_digest
         if self.detector is not None and digest not in self._combined:
             self._combined[digest] = self.detector.scores(split.stored).float().numpy()
         return self._combined.get(digest)
 
     def target(self, header: Header, prior: Prior) -> CurvedTarget:
-        """The log posterior, under a prior, of the parameters that the posterior with this header is over."""
+        """Return the log posterior of the parameters of a posterior, under a prior."""
         key = f"{header.meta.get('layers')} of {fit_on(header)}"
         if key not in self._targets:
             self._targets[key] = self.seen_by(header, self.fitted(header)).target(Prior(1.0), self.run.device)
@@ -507,10 +511,10 @@ class TrainData:
 
 @dataclass
 class Predictor:
-    """Predicts with one posterior.
+    """Predict with one posterior.
 
     Attributes:
-        given: a posterior on the device in the place of the file's.
+        given: a posterior on the device to use instead of the file's.
     """
 
     run: Run
@@ -522,7 +526,11 @@ class Predictor:
 
     @cached_property
     def posterior(self) -> Any:
-        """The posterior, on the device. Raises DataError where the file has been replaced since its header was read."""
+        """Return the posterior on the device.
+
+        Raises:
+            DataError: the file was replaced after its header was read.
+        """
         if self.given is not None:
             return self.given
         posterior, header = open_posterior(self.path)
@@ -535,20 +543,20 @@ class Predictor:
 
     @cached_property
     def mean_theta(self) -> Tensor:
-        """theta (P,) that stands for the posterior."""
+        """Return theta (P,) at the posterior's centre."""
         return mean_theta(self.posterior, self.run.stream("predict/mean"))
 
     @cached_property
     def scored_theta(self) -> Tensor:
-        """theta (P,) at which energy and the largest logit are taken, or draws (S, P) that average the logits."""
+        """Return theta (P,) for energy and largest logit, or draws (S, P) to average the logits over."""
         if self.header.meta.get("layers") is None or self.posterior.type in LINEARISED:
             return self.mean_theta
         return representative_draws(self.posterior, self.run.stream("predict/mean"))
 
     def ready(self, choice: IntegratorChoice) -> Ready:
-        """The integrator, with what is the same for all features done; warns once of what it has to say.
+        """Return the integrator with its per-posterior work done; warn once of its notes.
 
-        The last one is kept: draws may be large, and whoever changes the integrator is done with the one before.
+        Only the last one is kept: draws may be large.
         """
         key = choice.variant, choice.samples
         if self._ready is None or self._ready[0] != key:
@@ -574,24 +582,24 @@ class Predictor:
         return ready
 
     def require_memory(self, num_used: int | None, *, option: str | None) -> None:
-        """Pass when so many draws of theta have room, all that are stored for None.
+        """Check that this many draws of theta fit in memory; None for all stored ones.
 
         Args:
-            option: that says how many.
+            option: that sets the number.
 
         Raises:
-            DeviceError: they have none; names how many have.
+            DeviceError: they do not fit; says how many do.
         """
         require_draws(self.run, self.header, num_used=num_used, option=option)
 
     def predict_split(self, choice: IntegratorChoice, split: Split, *, keep_samples: bool = False) -> Predicted | None:
-        """The predictions for a split, which `predict` stores: out of fold for rows that the posterior was fitted to.
+        """Return the predictions of a split that `predict` stores, out of fold for rows the posterior was fitted to.
 
-        By all processes that share the command, as predict_together.
+        Shared by all workers of the command, see predict_together.
 
         Raises:
             DataError: the posterior was fitted to the split and has no folds.
-            UsageError: it has, and the integrator weighs draws by all rows.
+            UsageError: it was, and the integrator weights draws by all rows.
         """
         seen = self.train.seen_by(self.header, split)
         seen.check_fits(self.posterior.layout)
@@ -615,7 +623,7 @@ class Predictor:
         return scattered(parts, order) if parts else None
 
     def predict(self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False) -> Predicted:
-        """The predictions for features (N, D), wherever they lie, of the posterior's own D, by a process that works alone."""
+        """Return the predictions for features (N, D), on any device, computed by this process only."""
         found = self.predict_together(choice, features, keep_samples=keep_samples)
         assert found is not None
         return found
@@ -623,10 +631,10 @@ class Predictor:
     def predict_together(
         self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False
     ) -> Predicted | None:
-        """The same, by all processes that share the command, each for rows of its own; None on all but the first of them.
+        """Return the predictions for features (N, D), computed by all workers; None except on the first worker.
 
         Raises:
-            NumericError: rows of any of them have no probabilities.
+            NumericError: rows of a worker have no probabilities.
         """
         integrator, layout = self.ready(choice), self.posterior.layout
         groups = _groups_of(integrator)
@@ -636,7 +644,7 @@ class Predictor:
 
         def predicted(rows: slice) -> Rows:
             block = on_device(features[rows], self.run.device)
-            draws: dict[str, Any] = {"num_samples": choice.samples}  # of one stream: the same draws for every block
+            draws: dict[str, Any] = {"num_samples": choice.samples}  # same draws for every block
             draws["generator"] = self.run.stream("predict/draws")
             if group_rows is not None:
                 draws["group_rows"] = _rows_within(group_rows, rows)
@@ -651,25 +659,25 @@ class Predictor:
 
 
 def _groups_of(integrator: Ready) -> DrawPartition | None:
-    """The groups of an integrator's draws; None without Monte Carlo error, and for a single draw."""
+    """Return the groups of an integrator's draws; None for a single draw and without Monte Carlo error."""
     return integrator.groups if integrator.groups is not None and len(integrator.groups) > 1 else None
 
 
 def _rows_within(rows: Tensor, block: slice) -> Tensor:
-    """Those of the ascending rows (R,) that lie in a block, counted from its start."""
+    """Return the ascending rows (R,) within a block, relative to its start."""
     first, last = torch.searchsorted(rows, torch.tensor([block.start, block.stop])).tolist()
     return rows[first:last] - block.start
 
 
 def warn(run: Run, posterior: str, notes: dict[str, Any]) -> None:
-    """Pass on what an integrator warned of, once a posterior."""
+    """Report an integrator's warnings, once per posterior."""
     text = f"{posterior}: {notes['warning']}" if notes.get("warning") else None
     if text is not None and text not in run.console.warnings:
         run.console.warn(text)
 
 
 def warn_of_draws(run: Run, path: Path, header: Header, integrator: str) -> None:
-    """Say so where draws predict with a Gaussian whose prior precision suits its mode alone."""
+    """Warn if draws are taken from a Gaussian whose prior precision only suits its mode."""
     metrics = header.meta.get("metrics", {})
     suits, entries = metrics.get("prior_precision_for"), metrics.get("val") or {}
     if suits != "plug-in" or integrator == suits:
@@ -687,7 +695,7 @@ def warn_of_draws(run: Run, path: Path, header: Header, integrator: str) -> None
 
 
 def warn_of_few_draws(run: Run, path: Path, header: Header, samples: int | None) -> None:
-    """Say so when more draws are asked for than a posterior that is draws has."""
+    """Warn if more draws are requested than the posterior consists of."""
     there = num_stored(header) if is_of_draws(header) else 0
     if samples is not None and 0 < there < samples:
         what = "draws" if header.kind == "samples" else "members"

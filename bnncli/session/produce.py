@@ -1,6 +1,6 @@
-"""Make an artifact: lock, decide, compute, publish. The order is the contract.
+"""Produce an artifact: lock, decide, compute, publish, in this order.
 
-Long fits save resume states, so that a killed one continues where it was.
+Long fits save resume states, so that a killed one can continue.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ Publish = Callable[[dict[str, Any], bool], str]
 
 @dataclass(frozen=True)
 class Request:
-    """One artifact that a command was asked for.
+    """One artifact that a command is to produce.
 
     Attributes:
-        role: the name the JSON result gives it, such as laplace or features.test.
-        params: the options that change its numbers.
+        role: its name in the JSON result, such as laplace or features.test.
+        params: options that change its numbers.
         algo_rev: raised when the same parameters give other numbers than before.
-        sources: its direct inputs. checkpoint: the record of the run's checkpoint.
-        estimated_bytes: gives the size on disk, for the check before the work.
-        estimated_memory: gives what the work takes of memory at its peak beside what the process has before it, bytes; None where
-            that is not planned.
-        require: passes where the machine has room for the work, and may warn of what it takes; called where there is some.
-        begin: passes where the work can begin, as far as can be told before PyTorch is imported for it; not in a dry run.
-        why_anew: why what is there is made anew, though with other params than these that are recorded; None: it is refused.
+        sources: direct inputs. checkpoint: record of the run's checkpoint.
+        estimated_bytes: returns the size on disk, checked before the work.
+        estimated_memory: returns the peak memory of the work in bytes, on top of the process's own; None if unplanned.
+        require: checks that the machine can do the work, and may warn of its cost; only called if there is work.
+        begin: checks that the work can start, as far as possible before importing PyTorch; not called in a dry run.
+        why_anew: maps recorded params that differ to the reason to replace the artifact; None to refuse.
     """
 
     target: Path
@@ -70,11 +69,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a computation gives: how to publish it, numbers and lines for people, a negative verdict if any.
+    """Output of a computation: how to publish it, numbers and lines for people, and a negative verdict if any.
 
     Attributes:
-        publish: None on workers that have sent what there is to the first one, which publishes it.
-        facts: what the JSON result says of this one output beside its path.
+        publish: None on workers whose output the first one publishes.
+        facts: entries of this output in the JSON result, beside its path.
     """
 
     publish: Publish | None
@@ -91,14 +90,14 @@ def produce(
     *,
     when_fresh: Callable[[Header], Computed] | None = None,
 ) -> Result:
-    """The result of one request: up to date, computed, replaced or planned.
+    """Produce one artifact: up to date, computed, replaced or planned.
 
     Args:
-        compute: does the work; called with the lock held, only when there is work.
-        when_fresh: metrics, summary and verdict of an artifact that is already there.
+        compute: does the work; called with the lock held, only if there is work.
+        when_fresh: metrics, summary and verdict of an existing artifact.
 
     Raises:
-        BnnError: whatever the decision, the lock, the work or the writing raise; nothing is published then.
+        BnnError: from the decision, lock, work or writing; nothing is published then.
     """
     if run.write.dry_run:
         decision = _decide(run, request)
@@ -117,10 +116,10 @@ def produce(
 def ready_where_nothing_can_be_written(
     run: Run, request: Request, when_fresh: Callable[[Header], Computed] | None = None
 ) -> Result | None:
-    """The result of a request that is up to date in a folder that cannot be written: it needs no lock. Else None.
+    """Return the result of an up-to-date request in a read-only folder, which needs no lock; otherwise None.
 
     Raises:
-        OutputExists: the folder cannot be written, and there is work.
+        OutputExists: the folder is read-only, and there is work.
     """
     try:
         check_writable(request.target.parent)
@@ -139,7 +138,7 @@ def make(
     *,
     when_fresh: Callable[[Header], Computed] | None = None,
 ) -> Result:
-    """The result of one request whose lock is held; arguments and errors as those of `produce`."""
+    """Produce one artifact whose lock is held; arguments and errors as for `produce`."""
     remove_dead_temporaries(request.target.parent)
     decision = _decided_together(run, request)
     if decision.action == "skip" and decision.header is not None:
@@ -151,15 +150,15 @@ def make(
     request.begin()
     run.console.debug(
         f"computing on {run.device}{expected(request.estimated_memory())}"
-    )  # which sets threads and determinism, before the work
+    )  # sets threads and determinism before the work
     start = time.monotonic()
     computed = compute()
-    with signals.time_limit(None):  # what is done is kept, however late it is
+    with signals.time_limit(None):  # finished work is published, however late
         return _published(run, request, decision, computed, seconds=time.monotonic() - start)
 
 
 def _published(run: Run, request: Request, decision: Decision, computed: Computed, *, seconds: float) -> Result:
-    """The result of work that is done, once it is published."""
+    """Publish finished work and return its result."""
     run.console.poll("publishing")
     provenance = build_provenance(
         request.target,
@@ -170,7 +169,7 @@ def _published(run: Run, request: Request, decision: Decision, computed: Compute
         checkpoint=request.checkpoint,
         environment=run.environment(),
         seconds=seconds,
-        # What to run is said with the path that was given; an artifact names no folder but in its command.
+        # Warnings show the path as given; an artifact names no folder outside its command.
         warnings=[text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings],
     )
     _check_sources(request.sources)
@@ -181,7 +180,7 @@ def _published(run: Run, request: Request, decision: Decision, computed: Compute
 
 
 def _decided_together(run: Run, request: Request) -> Decision:
-    """The first worker's decision, which holds the lock: before it, the others may see what is about to change."""
+    """Return the decision of the first worker, made under the lock so that files cannot change meanwhile."""
     if (others := team()) is None:
         return _decide(run, request)
     told = others.told_by_leader(replace(_decide(run, request), header=None) if others.is_leader else None)
@@ -189,7 +188,11 @@ def _decided_together(run: Run, request: Request) -> Decision:
 
 
 def _published_together(computed: Computed, provenance: dict[str, Any], *, may_replace: bool) -> str:
-    """The digest of what was published. Raises NumericError where workers have not come to the same."""
+    """Publish and return the digest.
+
+    Raises:
+        NumericError: workers disagree.
+    """
     digest = computed.publish(provenance, may_replace) if computed.publish is not None else ""
     if (others := team()) is None:
         return digest
@@ -203,7 +206,7 @@ def _published_together(computed: Computed, provenance: dict[str, Any], *, may_r
 
 
 def expected(memory: int | None) -> str:
-    """What the process has of memory, and what the work will take, bytes; nothing where that is not planned."""
+    """Return the memory of the process and of the work as text; empty if unplanned."""
     if memory is None:
         return ""
     give_back_freed()
@@ -231,7 +234,7 @@ def _decide(run: Run, request: Request) -> Decision:
 
 
 def _check_sources(sources: Sequence[Source]) -> None:
-    """An input that was replaced while the work ran makes the work worthless."""
+    """Check that no input was replaced during the work, which would invalidate it."""
     for source in sources:
         if source.is_artifact and read_header(source.path).content_digest != source.content_digest:
             message = f"{source.path} was replaced while this command ran; nothing was written"
@@ -285,7 +288,7 @@ def _result(request: Request, action: str, digest: str, computed: Computed) -> R
 
 
 class Work(NamedTuple):
-    """One artifact of several: what was asked for, and what makes it."""
+    """One of several artifacts: its request and its computation."""
 
     request: Request
     compute: Callable[[], Computed]
@@ -298,21 +301,21 @@ def produce_together(
     also: Callable[[], list[Result]],
     before: Callable[[Sequence[Path]], None],
 ) -> list[Result]:
-    """The result of each request; what they make takes its names at the end, the last first.
+    """Produce several artifacts and rename them into place at the end, the last one first.
 
     Args:
-        also: produces what else belongs with them, when they are made; not in a dry run.
-        before: called with the files that are about to take their names, all of them whole.
+        also: produces related artifacts after the computations; not called in a dry run.
+        before: called with the complete files before they are renamed.
 
     Raises:
-        BnnError: as produce does; nothing is published then, unless the error comes while names are taken.
+        BnnError: see produce; nothing is published then unless the error occurs during renaming.
     """
     if run.write.dry_run:
         return [produce(run, *work) for work in works]
     ready = [ready_where_nothing_can_be_written(run, work.request) for work in works]
     open_works = [place for place, result in enumerate(ready) if result is None]
     with ExitStack() as locks:
-        # In the order of their names: two commands that wait for each other's would wait for ever.
+        # Lock in order of names, so that two commands cannot deadlock.
         for lock in sorted({run.folder.lock(works[place].request.target) for place in open_works}):
             locks.enter_context(artifact_lock(lock, wait=run.lock.wait, poll=run.console.poll))
         with publish_together(before):
@@ -322,17 +325,17 @@ def produce_together(
     return [result for result in ready if result is not None]
 
 
-_DIGEST = "draws_digest"  # of the draws in the file beside the state
+_DIGEST = "draws_digest"  # digest of the draws in the separate file
 
 
 class Resumable:
-    """The state of the work on one artifact.
+    """Resume state of the work on one artifact.
 
     Args:
         run, request: what the work is for; a state of another request is refused.
-        resume: whether a state that is there is to be continued.
-        save_every: seconds between states; 0 saves every one that is offered.
-        also: what else must be as it was, by name: choices that the machine made and not the request.
+        resume: whether to continue from an existing state.
+        save_every: seconds between states; 0 saves every offered one.
+        also: further values that must match, by name: choices made by the machine, not the request.
     """
 
     def __init__(
@@ -348,21 +351,19 @@ class Resumable:
             weights_digest=request.checkpoint["weights_digest"] if request.checkpoint else None,
         )
         self._identity = {**identity, **(also or {})}
-        self._is_ours = False  # whether the state is of this run, and not one that nobody asked to continue
-        self._newest: Callable[[], State] | None = (
-            None  # that was offered, for an interruption after the loop that offers them
-        )
+        self._is_ours = False  # whether this run wrote or resumed the state
+        self._newest: Callable[[], State] | None = None  # last offered state, to save on interruption after the loop
 
     @property
     def is_stored(self) -> bool:
-        """Whether there is a state to continue from."""
+        """Return whether there is a state to continue from."""
         return self._path.exists()
 
     def restore(self, where: Callable[[State], str] = lambda state: "") -> dict[str, Tensor] | None:
-        """The state to continue from, with --resume; without it a state that is there is reported and left.
+        """Return the state to continue from with --resume; without it, report an existing state and leave it.
 
         Args:
-            where: says how far the work is, for people.
+            where: describes the progress of a state.
         """
         console = self._run.console
         if not self._resume:
@@ -380,33 +381,33 @@ class Resumable:
         return state
 
     def offer(self, state: Callable[[], State], *, is_last: bool = False) -> None:
-        """Make the state and store it when it is due, or when the work is about to end early."""
+        """Create and save the state if it is due or the work is about to end early."""
         self._newest = None if is_last else state
         if is_last or self.is_due():
             write_state(self._path, state(), self._identity)
             self._is_ours = True
 
     def is_due(self) -> bool:
-        """Whether a state is to be stored now; the clock starts again where it is."""
+        """Return whether to save a state now, and if so restart the clock."""
         return self._clock.is_due()
 
     def save(self, state: State, is_last: bool) -> None:
-        """The same for a state that is made already."""
+        """Save a state that already exists, under the conditions of `offer`."""
         self.offer(lambda: state, is_last=is_last)
 
     def remove(self) -> None:
-        """The artifact is published: the state is not needed."""
+        """Remove the state after the artifact is published."""
         remove_state(self._path)
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Around the publication of the artifact, after which the state is not needed."""
+        """Return a context for publication, after which the state is removed."""
         yield
         self.remove()
 
     @contextmanager
     def hint(self) -> Iterator[None]:
-        """An interruption inside the block, or a failure to write, says how to go on; the newest state is stored first."""
+        """Save the newest state and add how to resume if the block is interrupted or fails to write."""
         try:
             yield
         except (Interrupted, WriteError) as error:
@@ -419,7 +420,7 @@ class Resumable:
 
 
 def _started() -> str:
-    """What starts a command that torchrun has started again."""
+    """Return the torchrun prefix of a command started by torchrun, otherwise an empty string."""
     others = team()
     return "" if others is None or rank_and_size() is None else f"torchrun --nproc-per-node {others.num_here} -m "
 
@@ -427,24 +428,24 @@ def _started() -> str:
 def resumable_training(
     run: Run, request: Request, *, resume: bool, save_every: float, also: Mapping[str, Any] | None = None
 ) -> Resumable:
-    """The state of a training (bnncli.training.loop), which goes on where its random state is of one kind: on a CPU or a GPU."""
+    """Return the state of a training (bnncli.training.loop), which only resumes on the same device type."""
     also = {"device": run.device.type, **(also or {})}
     return Resumable(run, request, resume=resume, save_every=save_every, also=also)
 
 
 class ResumableDraws:
-    """The state of a sampler, whose draws lie in a file of their own.
+    """Resume state of a sampler, with draws in a separate file.
 
     Args:
         resumable: the state.
-        store: the draws; on disk before the state that counts them.
+        store: the draws; flushed to disk before the state that counts them.
     """
 
     def __init__(self, resumable: Resumable, store: DrawFile) -> None:
         self._resumable, self._store = resumable, store
 
     def restore(self) -> dict[str, Tensor] | None:
-        """The state to continue from, the store cut to its draws; None to start afresh."""
+        """Return the state to continue from, with the store truncated to its draws; None to start from scratch."""
         state = self._resumable.restore(lambda state: f" after {int(state['num_done'])} transitions")
         if state is not None:
             digest = bytes(state.pop(_DIGEST, torch.empty(0, dtype=torch.uint8)).tolist())
@@ -452,7 +453,7 @@ class ResumableDraws:
         return state
 
     def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
-        """Store the state when it is due, or when the run is about to end early; draws first."""
+        """Save draws, then the state, if it is due or the run is about to end early."""
 
         def state() -> State:
             self._store.flush()
@@ -461,14 +462,14 @@ class ResumableDraws:
         self._resumable.offer(state, is_last=is_last)
 
     def close(self) -> None:
-        """No more draws come: keep their file as long as a state needs it, and not otherwise."""
+        """Close the store; keep its file only if a state needs it."""
         self._store.close()
         if not self._resumable.is_stored:
             self._store.remove()
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Around the publication of the complete run, after which neither state nor raw draws are needed."""
+        """Return a context for publication of the complete run, after which state and raw draws are removed."""
         with self._resumable.hint():
             yield
         self._resumable.remove()
@@ -476,7 +477,7 @@ class ResumableDraws:
 
 
 def say_who_works(run: Run, team: Team, num_batches: int) -> None:
-    """Say it where some workers have nothing to train."""
+    """Report if some workers have nothing to train."""
     if team.size > num_batches:
         batches = f"{num_batches} {'batch' if num_batches == 1 else 'batches'}"
         run.console.info(
@@ -485,7 +486,7 @@ def say_who_works(run: Run, team: Team, num_batches: int) -> None:
 
 
 def begun_before(state: dict[str, Tensor] | None) -> dict[int, State]:
-    """The state of each training that had begun, by its number; the whole one is emptied, so that each is in memory as long as it is used."""
+    """Return the states of trainings that had begun, by number; empties `state`, so that each can be freed after use."""
     begun: dict[int, State] = {**split_by_number(state or {})}
     if state is not None:
         state.clear()
@@ -493,7 +494,7 @@ def begun_before(state: dict[str, Tensor] | None) -> dict[int, State]:
 
 
 def stored_in(resumable: Resumable, begun: dict[int, State], team: Team, num_trainings: int) -> StoredStates:
-    """Where this worker's trainings go on from, and where the first one stores all; what others go on from is let go."""
+    """Return this worker's states to resume from, and the store of all on the first worker; free the other states."""
 
     def store(states: Mapping[int, State]) -> None:
         resumable.save(number_tensors(states), True)

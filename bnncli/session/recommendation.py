@@ -1,4 +1,4 @@
-"""What to predict with in a run: auto's recommendation, paired scores behind it, and stored metrics."""
+"""Read the recommendation of auto, the paired scores behind it, and stored metrics."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Measured:
     """One score of one prediction.
 
     Args:
-        row: its name, the choices that define it, higher_is_better.
-        value: None where undefined, for the reason in `undefined`.
-        replicates: (R,), NaN where undefined; None where the score is, or without a bootstrap.
+        row: its name, defining choices and higher_is_better.
+        value: None if undefined, for the reason in `undefined`.
+        replicates: (R,), NaN where undefined; None if the score is undefined or without bootstrap.
     """
 
     row: Row
@@ -47,7 +47,7 @@ class Measured:
 
     @property
     def key(self) -> tuple[tuple[str, str], ...]:
-        """What it has in common with the same score of other predictions."""
+        """Return the key shared with the same score of other predictions."""
         return tuple((name, str(value)) for name, value in self.row.items())
 
 
@@ -58,17 +58,17 @@ def measure_split(
     split: tuple[str, int],
     bootstrap: Bootstrap | None = None,
 ) -> list[list[Measured]]:
-    """The scores wanted of each of several predictions of one split, in the order wanted.
+    """Measure the wanted scores of several predictions of one split, in the given order.
 
     Args:
-        predictions: the scores of each, as split_scores gives them.
+        predictions: score groups of each, from split_scores.
         split: its name and number of examples.
     """
     chosen = [_chosen(scores, wanted) for scores in predictions]
     needed = [[scores for scores, _, _ in picks] for picks in chosen]
 
     def statistic(weights: NDArray) -> NDArray[np.float64]:
-        """(b, all scores of all predictions); each group of scores is computed once."""
+        """Return (b, all scores of all predictions), computing each group of scores once."""
         parts = []
         for picks in needed:
             known = {id(s): s.statistic(weights) for s in picks if s.statistic is not None and split[1] > 0}
@@ -98,14 +98,14 @@ def measure_detection(
     ood: tuple[str, int],
     bootstrap: Bootstrap | None = None,
 ) -> list[list[Measured]]:
-    """The detection scores wanted of each of several predictions of two splits, in the order wanted.
+    """Measure the wanted detection scores of several predictions of two splits, in the given order.
 
     Args:
-        predictions: for each, the name of a score to its values on the split (N,) and on the other one (M,), or to the
-            reason why there is none.
+        predictions: for each, the score names mapped to values on the split (N,) and on the other one (M,), or to the reason
+            there are none.
         split, ood: name and number of examples of each.
     """
-    chosen = []  # for each prediction: row, form, place of its ranking or the reason why there is none
+    chosen = []  # per prediction: row, form, and index of its ranking or the reason there is none
     rankings: list[Ranking] = []
     for inside, outside in predictions:
         picked = _detection_rows(list(inside), wanted, ood[0])
@@ -113,7 +113,7 @@ def measure_detection(
         places = {name: _ranking(inside[name], outside[name], ood[0], rankings) for name in names}
         chosen.append([(row, form, places[row["score"]]) for row, form in picked])
 
-    # Of each ranking its forms, so that what they share is computed once.
+    # Group the forms by ranking, so that shared work is done once.
     needed = [
         list(dict.fromkeys(form.statistic for picks in chosen for _, form, own in picks if own == place))
         for place in range(len(rankings))
@@ -142,12 +142,12 @@ def measure_detection(
 
 
 def needed_scores(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[str]:
-    """The detection scores among `names` that the scores wanted are about."""
+    """Return the detection scores among `names` that the wanted scores use."""
     return list(dict.fromkeys(str(row["score"]) for row, _ in _detection_rows(names, wanted, ood)))
 
 
 def _detection_rows(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[tuple[Row, DetectionForm]]:
-    """The row, without a value, and the form of every detection score wanted."""
+    """Return row (without value) and form of every wanted detection score."""
     forms = form_rows(detection_forms())
     every = [({**row, "score": name, "ood": ood}, form) for name in names for row, form in forms]
     picked = _once([row for one in wanted for row in find_metric([row for row, _ in every], one)])
@@ -156,7 +156,7 @@ def _detection_rows(names: Sequence[str], wanted: Sequence[Quantity], ood: str) 
 
 
 def _chosen(scores: Sequence[ScoreGroup], wanted: Sequence[Quantity]) -> list[tuple[ScoreGroup, int, Row]]:
-    """The scores wanted: each with its group, its place there, and its row without a value."""
+    """Return each wanted score as its group, index within it, and row without value."""
     rows: list[tuple[ScoreGroup, int, Row]] = []
     for group in scores:
         for place, score in enumerate(group.members):
@@ -168,12 +168,12 @@ def _chosen(scores: Sequence[ScoreGroup], wanted: Sequence[Quantity]) -> list[tu
 
 
 def _once(rows: Sequence[Row]) -> list[Row]:
-    """The rows without repetitions of the same object."""
+    """Return the rows without repeated objects."""
     return list({id(row): row for row in rows}.values())
 
 
 def _ranking(inside: NDArray | str, outside: NDArray | str, ood: str, rankings: list[Ranking]) -> int | str:
-    """The place of a new ranking, or the reason why there is none."""
+    """Append a ranking and return its index, or the reason there is none."""
     for side in (inside, outside):
         if isinstance(side, str):
             return side
@@ -195,7 +195,7 @@ def _measured(row: Row, value: float, reason: str, replicates: NDArray | None, c
 
 @dataclass(frozen=True)
 class Recommended:
-    """A posterior and the integrator to predict with, and why; `by` names the command that decided."""
+    """A posterior and an integrator to predict with, and why; `by` names the command that decided."""
 
     posterior: str
     integrator: str
@@ -208,8 +208,8 @@ class SplitProbabilities:
     """Class probabilities of one split.
 
     Attributes:
-        probs: (N, C). labels: (N,), (N, C) of several labels an example, or None.
-        losses: (N,) nats, in place of those of probs: held-out ones, of what was fitted to these labels.
+        probs: (N, C). labels: (N,), (N, C) with several labels per example, or None.
+        losses: (N,) nats, used instead of those of probs: held-out losses of a fit to these labels.
     """
 
     name: str
@@ -219,7 +219,7 @@ class SplitProbabilities:
 
     @cached_property
     def examples(self) -> ExampleStatistics:
-        """The numbers of each example."""
+        """Return the statistics of each example."""
         from bnncli.evaluation.statistics import compute_example_statistics
 
         return compute_example_statistics(
@@ -234,9 +234,10 @@ def qualities(
     seed: int,
     level: float = LEVEL,
 ) -> list[Quality]:
-    """Return NLL, accuracy and ECE of a split, each beside the baseline's, paired by example.
+    """Return NLL, accuracy and ECE of a split next to the baseline's, paired by example.
 
-    Intervals: of NLL and accuracy as the recommendation tests them (`loss_interval`, `accuracy_interval`); of ECE the symmetric bootstrap of compare.
+    Intervals of NLL and accuracy match the recommendation's tests (`loss_interval`, `accuracy_interval`); that of ECE
+    is the symmetric bootstrap of compare.
 
     Args:
         own, base: predictions of the same examples.
@@ -271,7 +272,7 @@ def _measured_calibration(
 
 
 def paired_quality(name: str, measured: Sequence[Sequence[Measured]], *, level: float) -> Quality | None:
-    """Return the quality of a score measured of both sides, with a bootstrap interval of the difference; None where it is undefined of either."""
+    """Return a score of both sides with a bootstrap interval of the difference; None if it is undefined for either."""
     from bnncli.evaluation.comparison import Sample, difference
     from bnncli.evaluation.scores import all_scores
 
@@ -290,9 +291,9 @@ def recorded_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:
 
 
 def judged_before(run: Run) -> dict[str, bool]:
-    """Of posteriors, by their content's digest, whether the last recommendation found them good for their target.
+    """Return whether the last recommendation found each posterior, by content digest, accurate for its target.
 
-    Empty where it was made by other seeds or another version, or is damaged.
+    Empty if it was made with other seeds or by another version, or is damaged.
     """
     path = run.folder.recommended
     try:
@@ -305,7 +306,11 @@ def judged_before(run: Run) -> dict[str, bool]:
 
 
 def recommended(run: Run) -> Recommended | None:
-    """The run's recommendation; None without one. Raises DataError for one that is stale or damaged."""
+    """Return the run's recommendation; None without one.
+
+    Raises:
+        DataError: it is stale or damaged.
+    """
     path = run.folder.recommended
     if not path.is_file():
         return None
@@ -325,11 +330,11 @@ def recommended(run: Run) -> Recommended | None:
 
 
 def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[dict[str, Any]]:
-    """Rows of the run's metrics files, those of the posterior and the split that are named.
+    """Return rows of the run's metrics files, optionally of one posterior or split.
 
     Raises:
-        MissingInput: there are none such.
-        DataError: all that there are cannot be used; where a posterior was named, the first that cannot be.
+        MissingInput: there are none.
+        DataError: none can be used, or the named posterior's first one cannot.
     """
     files = run.folder.metrics_files()
     if not files:
@@ -338,7 +343,7 @@ def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[di
     there: set[str] = set()
     unusable: list[BnnError] = []
     for path in files:
-        names = {path.stem, path.stem.partition(".")[0]}  # also where it cannot be read
+        names = {path.stem, path.stem.partition(".")[0]}  # by file name, also for unreadable files
         try:
             header = read_metrics(path)
             names |= {str(row.get("posterior")) for row in header.meta["rows"]}

@@ -1,6 +1,6 @@
-"""The revisions of the algorithms that make artifacts: raised where the same options give other numbers than before.
+"""Revisions of the algorithms that create artifacts, raised when the same options give other numbers than before.
 
-A command records its own and makes anew what was made by another; status compares, without the command.
+A command records its revision and replaces artifacts of another one; status compares them without the command.
 """
 
 from __future__ import annotations
@@ -16,44 +16,47 @@ from bnncli.names import FEATURES_NAME
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
-HMC_OF_LAYERS = 3  # other than the last. 2: steps of two and three stages; 3: chains fall from their starts, and turn about their mean
+HMC_OF_LAYERS = 3  # 2: steps of two and three stages; 3: chains descend from their starts, rotate about their mean
 MERGE = 1
 PRUNE = 1
 TRAIN = 1
-FIT_ENSEMBLE = 2  # 2: its worth on val beside the network's
-FIT_LBBNN = 3  # 2: gradients of the biases by hand, weights of all layers together: other rounding; 3: draws of activations are of the best repeat alone
+FIT_ENSEMBLE = 2  # 2: records its quality on val next to the network's
+FIT_LBBNN = 3  # 2: bias gradients by hand, joined weights: other rounding; 3: activations drawn in the best repeat only
 FIT_SGHMC = 1
 FIT_SWAG = 1
 STACK = 1
-FIT_VI = 2  # 2: at least so many steps by default
+FIT_VI = 2  # 2: minimum number of steps by default
 EVALUATE = 2
 EVALUATE_FEATURES = 1
-AUTO = 3  # 2: accuracy and out-of-distribution detection beside the NLL; 3: detection by the features, whatever is recommended
+AUTO = 3  # 2: accuracy and OOD detection besides NLL; 3: detection by the features, whatever is recommended
 EXPORT = 1
 CALIBRATE = 1
 
 
 def of_laplace(*, in_span: bool) -> int:
-    """13: fits in the row space of the features, 12: over all of theta. 12 and 13 choose the prior for the mode alone where that predicts
-    val best, and without val by leaving out examples of train; 10 and 11 searched by draws with less noise; 8 and 9 found modes of large heads in float32, 6 and 7 had values in float64, 4 and 5 no rough products, 2 and 3 no shorter searches of large heads.
+    """Return 13 for fits in the row space of the features, 12 for all of theta.
+
+    12 and 13 choose the prior for the mode alone if that predicts val best; without val, by leaving out training
+    examples. Earlier: 10 and 11 searched by draws with less noise; 8 and 9 found modes of large heads in float32; 6 and 7
+    had values in float64; 4 and 5 no rough products; 2 and 3 no shorter searches of large heads.
     """
     return 13 if in_span else 12
 
 
 def of_hmc(*, in_span: bool, num_params: int) -> int:
-    """14: chains in the row space of the features, 13: over all of theta. 15 and 16: the same of long draws.
+    """Return 14 for chains in the row space of the features, 13 for all of theta; 15 and 16 for long draws.
 
-    Of 13 to 16 they move about their base where that is the Gaussian they need, of 9 to 12 one was made anew; of 5 to 8 chains did not
-    fall from their starts, nor turn about their mean; steps were of one stage of 1 to 4.
+    13 to 16 move about their base if it is the Gaussian they need; 9 to 12 always fitted one. In 5 to 8, chains
+    neither descended from their starts nor rotated about their mean; in 1 to 4, steps had one stage.
     """
     return (14 if in_span else 13) + (2 if _is_long(num_params) else 0)
 
 
 def of_predict(num_drawn: int, integrator: str = "") -> int:
-    """Predictions from draws of so many numbers each, 0 without draws. 6: of long ones. 7: by draws of the logits, each example's own.
+    """Return the revision of predictions from draws of this many numbers; 0 means no draws.
 
-    5 to 7 have the combined score, 2 to 4 were the same without. 2: groups of draws; Sobol points in several scrambles; stored draws
-    in their order.
+    6: long draws. 7: draws of the logits, separate for each example. 5 to 7 have the combined score; 2 to 4 are the
+    same without it. 2: groups of draws, Sobol points in several scrambles, stored draws in order.
     """
     if integrator == "logit-mc":
         return 7
@@ -61,24 +64,25 @@ def of_predict(num_drawn: int, integrator: str = "") -> int:
 
 
 def _is_long(num_params: int) -> bool:
-    """Whether draws come from another stream than once: in float32 on a CPU, and made on a GPU where there is one."""
-    from bnncli.numerics import random  # here, for torch
+    """Return whether draws use the newer stream: float32 on a CPU, drawn on the GPU if there is one."""
+    from bnncli.numerics import random  # imports torch
 
     return num_params > random.LARGE
 
 
 def of_refine(flow: str, scale: str | None) -> int:
-    """3: layers that are pushed through together, whose gradients autograd made and rounded in its own way;
-    and affine ones with a factor for each output, whose gradients were biased.
+    """Return 3 for layers pushed through together and affine layers with a factor per output.
+
+    Autograd gradients of the former rounded differently before; gradients of the latter were biased.
     """
     return 3 if registry.has_attribute("flows", flow, "push_together") or scale == "block" else 2
 
 
 def is_another(header: Header) -> bool:
-    """Whether an artifact was made by another revision than its command has today; False where that cannot be told.
+    """Return whether an artifact has another revision than its command's current one; False if unknown.
 
     Raises:
-        DataError: the header does not say what its command would have written.
+        DataError: the header lacks what its command would have written.
     """
     revision = header.provenance.get("algo_rev")
     find = _OF_METHODS.get(str(header.meta.get("method"))) if header.kind in ("posterior", "samples") else None
@@ -88,7 +92,7 @@ def is_another(header: Header) -> bool:
 
 
 def _in_span_today(header: Header, structure: str) -> set[bool]:
-    """Whether the artifact would be made in the row space of the features; both where what memory there is decides."""
+    """Return whether the artifact would be fitted in the row space of the features; both values if memory decides."""
     weight, *_ = header.meta["param_layout"]
     if header.meta["num_examples"] >= weight["shape"][1]:
         return {False}
@@ -98,7 +102,7 @@ def _in_span_today(header: Header, structure: str) -> set[bool]:
 
 
 def _laplace_today(header: Header) -> set[int]:
-    if header.meta.get("layers") is not None:  # not of features, but of a network's inputs
+    if header.meta.get("layers") is not None:  # inputs are a network's, not features
         return {of_laplace(in_span=False)}
     return {of_laplace(in_span=in_span) for in_span in _in_span_today(header, "structure")}
 
@@ -137,7 +141,7 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "swag": lambda header: {FIT_SWAG},
     "vi": lambda header: {FIT_VI},
 }
-_WITHOUT_COMBINED = {2, 3, 4}  # predictions that lack the combined score, and are the same otherwise
+_WITHOUT_COMBINED = {2, 3, 4}  # revisions of predictions without the combined score
 _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "features": lambda header: {EXTRACT_FEATURES},
     "checkpoint": lambda header: {TRAIN},

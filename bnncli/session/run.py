@@ -1,4 +1,4 @@
-"""An open run: its folder, checkpoint, device and random streams, and the result that a command returns."""
+"""An open run: its folder, checkpoint, device and random streams, and the result of a command."""
 
 from __future__ import annotations
 
@@ -41,41 +41,39 @@ from bnncli.system.devices import configure_torch, device_name, select_device
 from bnncli.system.input_files import nearest_file, open_regular
 from bnncli.system.workers import team, worker_pool
 
-_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".distcp")  # a file of weights is meant, not a run's name
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".distcp")  # suffixes of weight files, not run names
 
-_DIGESTS: dict[
-    tuple[State, ...] | None, str
-] = {}  # of files in these states: large ones, which a command asks for often
+_DIGESTS: dict[tuple[State, ...] | None, str] = {}  # of large files by state, for repeated use
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Files below a folder, by their names relative to it, sorted."""
+    """Files below a folder, by sorted relative names."""
 
     folder: Path
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ModelFiles:
-        """These files; the folder is the innermost that has all of them."""
+        """Create it from files, below their innermost common folder."""
         places = [os.path.abspath(file) for file in files]
         folder = os.path.commonpath([os.path.dirname(place) for place in places])
         return cls(Path(folder), tuple(sorted(os.path.relpath(place, folder) for place in places)))
 
     @classmethod
     def recorded(cls, record: Mapping[str, Any], root: Path) -> ModelFiles | None:
-        """The files that a checkpoint's record names, as to_json gives them; None where it is of a single file."""
+        """Return the files in a checkpoint's record, as written by to_json; None for a single file."""
         return cls(root.absolute().parent / record["path"], tuple(record["files"])) if "files" in record else None
 
     def to_json(self, root: Path) -> dict[str, Any]:
-        """As provenance names them: the folder relative to the run folder's parent, so that both can be moved together."""
+        """Return the entry for provenance, relative to the run folder's parent so that both can move together."""
         return {"path": os.path.relpath(self.folder, root.absolute().parent), "files": list(self.names)}
 
     def sha256(self, progress: Progress = SILENT) -> str:
-        """The hexadecimal digest of their names and bytes.
+        """Return the hexadecimal digest of names and contents.
 
         Raises:
-            MissingInput, DeviceError, ReadError: one cannot be read, as open_regular says.
+            MissingInput, DeviceError, ReadError: a file cannot be read, see open_regular.
         """
         before = self.states()
         if before not in _DIGESTS:
@@ -90,7 +88,7 @@ class ModelFiles:
         return _DIGESTS[before]
 
     def states(self) -> tuple[State, ...] | None:
-        """What changes when one of them is changed or replaced; None where one is missing."""
+        """Return the file states, which change with every change or replacement; None if a file is missing."""
         try:
             return tuple(state_of(os.stat(self.folder / name)) for name in self.names)
         except (OSError, ValueError):  # NUL in a name
@@ -98,15 +96,15 @@ class ModelFiles:
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """Return the total size in bytes."""
         return sum(os.stat(self.folder / name).st_size for name in self.names)
 
 
 def own_files(saved: SavedModel | None, checkpoint: Path) -> ModelFiles | None:
-    """The files whose weights a run has; None where those of CKPT, another file or a folder of weights, fill the network.
+    """Return the files of a model with its own weights; None if CKPT or a folder of weights fills the network.
 
     Raises:
-        MissingInput: CKPT has the name of a file of weights, and there is none.
+        MissingInput: CKPT looks like a weights file and does not exist.
     """
     if saved is None or not saved.files:
         return None
@@ -120,20 +118,19 @@ def own_files(saved: SavedModel | None, checkpoint: Path) -> ModelFiles | None:
 
 
 def _may_be_weights(checkpoint: Path) -> bool:
-    """Whether CKPT is more than a name: a file, or a folder with files of weights."""
+    """Return whether CKPT is a file or a folder with weights, not just a name."""
     is_folder = checkpoint.is_dir()
     return checkpoint.is_file() or (is_folder and any(one.suffix in _SUFFIXES for one in checkpoint.iterdir()))
 
 
 def opened_model(spec: str | None, arguments: Sequence[str], **asked: Any) -> SavedModel | None:
-    """The saved model that `--model` names; None for a built-in network, a factory, or no network.
+    """Open the saved model of `--model`; None for a built-in network, a factory, or no network.
 
     Args:
         arguments: each as KEY=VALUE.
         asked: the other fields of Asked.
 
-    Raises:
-        What open_model raises.
+    Raises the errors of open_model.
     """
     if spec is None or not is_kind(spec):
         return None
@@ -141,7 +138,11 @@ def opened_model(spec: str | None, arguments: Sequence[str], **asked: Any) -> Sa
 
 
 def arguments_by_name(texts: Sequence[str]) -> dict[str, str]:
-    """The arguments of a network, each given as KEY=VALUE. Raises UsageError for any other text."""
+    """Parse the arguments of a network.
+
+    Raises:
+        UsageError: a text is not KEY=VALUE.
+    """
     arguments = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -153,7 +154,7 @@ def arguments_by_name(texts: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people: printed on stdout. `notes` stand below it; `narrow` takes its place where it does not fit."""
+    """A table printed on stdout, followed by `notes`; `narrow` replaces it if it does not fit."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -164,14 +165,14 @@ class Table:
 
 @dataclass
 class Result:
-    """What a stage gives back; the command line prints it as text or as one JSON document.
+    """Result of a stage, printed by the command line as text or as one JSON document.
 
     Attributes:
         action: computed, up_to_date, replaced or planned; "" for commands that write nothing.
         extra: further keys of the JSON document, such as rows or posteriors.
         summary: lines for people, on stderr.
-        lines: lines of the result, on stdout (artifact paths when empty).
-        failure: a negative verdict, raised after everything has been written and printed.
+        lines: result lines on stdout; artifact paths if empty.
+        failure: a negative verdict, raised after everything is written and printed.
     """
 
     action: str = ""
@@ -185,7 +186,7 @@ class Result:
     failure: BnnError | None = None
 
     def add(self, other: Result) -> None:
-        """Take in the result of one more artifact of the same command."""
+        """Add the result of another artifact of the same command."""
         ranks = ("", "up_to_date", "planned", "computed", "replaced")
         self.action = max(self.action, other.action, key=ranks.index)
         self.outputs += other.outputs
@@ -196,35 +197,35 @@ class Result:
 
 
 class Voice(Progress, Protocol):
-    """Where a run says what it has to say: the console of a command, or what listens in Python.
+    """Where a run sends messages: a command's console, or a listener in Python.
 
     Attributes:
-        options: how a command talks.
-        warnings: what was warned of, each text once.
+        options: verbosity of a command.
+        warnings: warnings so far, without repetition.
     """
 
     options: CommonOptions
     warnings: list[str]
 
     def debug(self, text: str) -> None:
-        """A line for whoever wants to know more."""
+        """Send a debug line."""
 
     def info(self, text: str) -> None:
-        """A line that is no warning."""
+        """Send an informational line."""
 
     def poll(self, where: str = "") -> None:
-        """Raise Interrupted when a signal has come; `where` says how far the work was."""
+        """Raise Interrupted if a signal has arrived; `where` describes the progress."""
 
 
 @dataclass
 class Run:
-    """One invocation of a command, as its stage sees it.
+    """One invocation of a command, passed to its stage.
 
     Attributes:
-        line: the command as it was given, with what the environment and the configuration file gave.
-        is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
+        line: the command line, with options from the environment and configuration file.
+        is_named: whether CKPT is only the run's name, for a command that creates a run without checkpoint.
         has_device: whether the command computes, so that its result names the device.
-        followed: what is known of files that artifacts were made from, until the command writes one.
+        followed: cached information on input files, until the command writes one.
     """
 
     command: str
@@ -246,16 +247,16 @@ class Run:
 
     @cached_property
     def folder(self) -> RunFolder:
-        """The run folder of the checkpoint that was given."""
+        """Return the run folder of the given checkpoint."""
         return RunFolder.of(Path(self.arguments["ckpt"]), self.run_options.run_dir, is_name=self.is_named)
 
     @property
     def checkpoint_path(self) -> Path:
-        """The checkpoint as it was named on the command line."""
+        """Return the checkpoint's path as given on the command line."""
         return self.folder.checkpoint
 
     def no_run(self) -> MissingInput:
-        """The error for a checkpoint without a run folder: the file that may have been meant, or what makes a run."""
+        """Return the error for a checkpoint without run folder, with the likely file or the command that creates a run."""
         path = self.checkpoint_path
         if not path.exists():
             message = f"no checkpoint {path}, and no run folder {self.folder.root}"
@@ -265,19 +266,19 @@ class Run:
         return MissingInput(message, hint=hint, path=self.folder.root)
 
     def suggest(self, command: str, /, **options: object) -> str:
-        """A command on this run with these options, by field, to be pasted: quoted, and with the run folder that was given."""
+        """Return a quoted command on this run with these options by field, ready to paste."""
         return pasted(command, str(self.arguments["ckpt"]), **options, run_dir=self.run_options.run_dir)
 
     def remake(self, header: Header, *, force: bool = False) -> str | None:
-        """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved.
+        """Return the command that created an artifact, ready to paste, with the checkpoint's current location.
 
-        None where the record is no command of ours: it is never repeated as it stands.
+        None if the record is not a bnncli command; it is never repeated verbatim.
         """
         line = self.made_by(header)
         return None if line is None else line.having("force", force).pasted()
 
     def made_by(self, header: Header) -> CommandLine | None:
-        """The command that made an artifact, on the checkpoint where it is now; None where the record is no command of ours."""
+        """Return `remake` in parsed form; None if the record is not a bnncli command."""
         line = own_command(header.provenance["command"], str(self.arguments["ckpt"]))
         if line is None:
             return None
@@ -285,24 +286,24 @@ class Run:
             map(line.gives, ("posterior", "integrator", "layers"))
         )
         if takes_recommended and header.kind == "predictions" and self.folder.recommended.is_file():
-            # Named, for what auto recommends now may be another.
+            # Named explicitly, because the recommendation of auto may have changed.
             line = line.having("posterior", [str(header.meta["posterior"])])
             line = line.having("integrator", [str(header.meta["integrator"])])
         return line.having("run_dir", self.run_options.run_dir)
 
     @cached_property
     def device(self) -> torch.device:
-        """The device to compute on; threads and determinism are set with it."""
+        """Return the device to compute on, after setting threads and determinism."""
         configure_torch(threads=self.compute.threads, deterministic=self.compute.deterministic)
         device = torch.device(self.device_name)
         select_device(device)
         return device
 
     def require_device(self) -> None:
-        """Pass when the device is there; the result names it. One that is chosen by itself is looked for when it is needed.
+        """Check that a named device exists, and let the result name it; auto is resolved when first needed.
 
         Raises:
-            UsageError, DeviceError: it was asked for by name, and is not there.
+            UsageError, DeviceError: a named device is not available.
         """
         self.has_device = True
         if self.compute.device != "auto" or self.console.options.verbose:
@@ -310,14 +311,14 @@ class Run:
 
     @cached_property
     def device_name(self) -> str:
-        """The device to compute on, resolved once: cpu, cuda:0, ..."""
+        """Return the device to compute on (cpu, cuda:0, ...), resolved once."""
         name = device_name(self.compute.device)
         if self.compute.device == "auto" and name == "cpu":
             self.console.debug("no GPU found: computing on the CPU")
         return name
 
     def environment(self) -> dict[str, Any]:
-        """Seed, device, threads and workers, as provenance records them."""
+        """Return seed, device, threads and workers for provenance."""
         others, asked = team(), worker_pool()
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         host = {"host": socket.gethostname()} if self.record.record_host else {}
@@ -333,15 +334,15 @@ class Run:
         }
 
     def stream(self, name: str) -> torch.Generator:
-        """The random stream called `name`, under the user's seed."""
+        """Return the random stream called `name`, under the user's seed."""
         return random.stream(self.compute.seed, name)
 
     def belongs(self, header: Header) -> dict[str, Any] | None:
-        """The checkpoint's record, once the artifact is known to come from the checkpoint that was named.
+        """Check that an artifact comes from the given checkpoint, and return the checkpoint's record.
 
         Raises:
-            MissingInput: the artifact has a checkpoint, and it is gone.
-            DataError: it comes from another one.
+            MissingInput: the artifact has a checkpoint that no longer exists.
+            DataError: it comes from another checkpoint.
         """
         recorded = header.provenance.get("checkpoint")
         if recorded is None:
@@ -357,10 +358,10 @@ class Run:
         return dict(recorded)
 
     def use(self, header: Header) -> None:
-        """Pass an artifact as an input: of this checkpoint, and fresh, or stale with --allow-stale and a warning.
+        """Check that an artifact is from this checkpoint and fresh, or stale with --allow-stale and a warning.
 
         Raises:
-            DataError: it comes from another checkpoint, or is stale, with the command that makes it again.
+            DataError: it comes from another checkpoint, or is stale; names the command that recreates it.
         """
         checkpoint = self.belongs(header)
         try:
@@ -374,7 +375,7 @@ class Run:
             self.console.warn(f"{error.message}; using it anyway (\0allow_stale\0)")
 
     def _current_weights(self, recorded: dict[str, Any]) -> str:
-        """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""
+        """Return the digest of the checkpoint's current weights; a file with the recorded bytes is not parsed."""
         files = ModelFiles.recorded(recorded, self.folder.root)
         if files is not None:
             try:
@@ -398,24 +399,28 @@ class Run:
 
                 try:
                     found = load_checkpoint(path, wanted=recorded.get("selected_key"))
-                except UsageError:  # it is laid out in another way now
+                except UsageError:  # its layout has changed
                     found = load_checkpoint(path)
                 self._weights = found.weights_digest
         return self._weights
 
     @property
     def seconds(self) -> float:
-        """Wall time since the command began."""
+        """Return the wall time since the command started, in seconds."""
         return time.monotonic() - self.started
 
 
 def source_json(source: Source) -> dict[str, str]:
-    """An input as the JSON result names it."""
+    """Return an input's entry in the JSON result."""
     return {"role": source.role, "path": str(source.path), "content_digest": source.content_digest}
 
 
 def each_checkpoint(run: Run) -> list[Run]:
-    """A run for each checkpoint. Raises UsageError for one that is named twice, or a run folder with several."""
+    """Return a run for each checkpoint.
+
+    Raises:
+        UsageError: a checkpoint is named twice, or a run folder has several.
+    """
     paths = [Path(path) for path in run.arguments["ckpt"]]
     if len(paths) > 1 and run.run_options.run_dir is not None:
         raise UsageError("\0run_dir\0 names the run folder of one checkpoint; got several checkpoints")

@@ -1,4 +1,4 @@
-"""Score groups of predictions: read, check, score and resample every split, and hold assertions against the rows."""
+"""Score groups of predictions: read, check, score and resample every split, and evaluate assertions on the rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PredictedSplit:
-    """The predictions of a split, read and checked when first looked at.
+    """Predictions of a split, read and checked on first use.
 
     Args:
         header: of their file.
@@ -49,17 +49,17 @@ class PredictedSplit:
 
     @property
     def name(self) -> str:
-        """The split's name."""
+        """Return the split's name."""
         return str(self.header.meta["split"])
 
     @cached_property
     def file(self) -> PredictionFile:
-        """What the file holds; (N, C) arrays are mapped."""
+        """Return the content of the file, with (N, C) arrays memory-mapped."""
         return read_predictions(self.header.path)
 
     @cached_property
     def examples(self) -> ExampleStatistics:
-        """The numbers of each example."""
+        """Return the statistics of each example."""
         try:
             size, is_exclusive = len(self.file.classes), self.file.is_exclusive
             return compute_example_statistics(
@@ -70,19 +70,19 @@ class PredictedSplit:
             raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
 
     def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
-        """What scores of the split are made of, set by the options that they bring."""
+        """Return the inputs of scores, with the options that scores define."""
         file, ranking = self.file, self.header.meta.get("top_k")
         return ScoredPredictions(
             file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, settings=settings
         )
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:
-        """The scores of these names of each example, or why there are none."""
+        """Return the named scores of each example, or the reason there are none."""
         return example_scores(names, self.examples, lambda name: getattr(self.file, name))
 
 
 def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
-    """How scores are resampled; None with `--bootstrap 0`."""
+    """Return the bootstrap; None with `--bootstrap 0`."""
     from bnncli.evaluation.bootstrap import Bootstrap
 
     if options.bootstrap == 0:
@@ -91,21 +91,21 @@ def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
 
 
 class Scorable(Protocol):
-    """Predictions of a split that scores are made of, whatever file they lie in."""
+    """Predictions of a split that can be scored, whatever their file."""
 
     @property
     def name(self) -> str:
-        """The split's name."""
+        """Return the split's name."""
 
     @property
     def examples(self) -> ExampleStatistics:
-        """The numbers of each example."""
+        """Return the statistics of each example."""
 
     def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
-        """What scores of the split are made of, set by the options that they bring."""
+        """Return the inputs of scores, with the options that scores define."""
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:
-        """The scores of these names of each example, or why there are none."""
+        """Return the named scores of each example, or the reason there are none."""
 
 
 def group_rows(
@@ -114,10 +114,10 @@ def group_rows(
     group: PredictionGroup,
     further: Sequence[Callable[[PredictedSplit], list[Row]]] = (),
 ) -> list[dict[str, Any]]:
-    """A row for each in-distribution split, test first, with detection against every out-of-distribution split.
+    """Return a row per in-distribution split, test first, with detection against every out-of-distribution split.
 
     Args:
-        further: give other metrics of a split's predictions.
+        further: functions that add other metrics of a split's predictions.
     """
     outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     inside = [PredictedSplit(header) for header in group.splits(is_ood=False).values()]
@@ -136,7 +136,7 @@ def group_rows(
 
 
 def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> None:
-    """Warn of splits in which classes are missing or rare, once for all groups."""
+    """Warn of splits with missing or rare classes, once for all groups."""
     splits = {name: header for group in groups for name, header in group.splits(is_ood=False).items()}
     for name, header in splits.items():
         if not header.meta.get("is_labeled") or (options.split and name not in options.split):
@@ -149,7 +149,7 @@ def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[Pr
 def rare_class_warnings(
     split: str, labels: NDArray | None, classes: Sequence[str], *, is_exclusive: bool
 ) -> Iterator[str]:
-    """What is to be warned of in a split of which classes are missing or rare, or that none or all have a label."""
+    """Yield warnings for missing or rare classes of a split, or labels that no or every example has."""
     if labels is None or len(labels) == 0:
         return
     if not is_exclusive:
@@ -164,7 +164,7 @@ def rare_class_warnings(
 
 
 def _one_sided_warnings(split: str, labels: NDArray, classes: Sequence[str]) -> Iterator[str]:
-    """What is to be warned of where none, or all, of a split's examples have a label."""
+    """Yield warnings for labels that none or all of a split's examples have."""
     check_label_sets(labels, (len(labels), len(classes)))
     for names, who in zip(one_sided_labels(labels, list(classes)), ("no example", "every example"), strict=True):
         if names:
@@ -173,13 +173,13 @@ def _one_sided_warnings(split: str, labels: NDArray, classes: Sequence[str]) -> 
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
-    """Names joined by commas; how many more there are than `most`."""
+    """Join names by commas; beyond `most`, count the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ("class " if len(names) == 1 else "classes ") + ", ".join(names[:most]) + more
 
 
 def _described(group: PredictionGroup, header: Header) -> dict[str, Any]:
-    """What a row says of the predictions that it scores; `samples` is None where there are no draws."""
+    """Return a row's description of the scored predictions; `samples` is None without draws."""
     return {
         "name": group.name,
         "posterior": group.posterior,
@@ -193,7 +193,7 @@ def _described(group: PredictionGroup, header: Header) -> dict[str, Any]:
 
 
 def num_draws(group: PredictionGroup, header: Header) -> int | None:
-    """Draws of a prediction: those that were asked for, but no more than a posterior that is draws has."""
+    """Return the draws of a prediction: the requested number, at most the stored draws."""
     asked: int | None = header.meta["samples"]
     path = group.posterior_path
     if path is None or not load_integrator(group.integrator).is_sampling:
@@ -208,7 +208,7 @@ def num_draws(group: PredictionGroup, header: Header) -> int | None:
 def split_rows(
     split: Scorable, settings: Mapping[str, Any], bootstrap: Bootstrap | None, *, poll: Callable[[], None]
 ) -> list[Row]:
-    """The rows of one split's own scores, set by the options that these bring."""
+    """Return the rows of one split's own scores, with the options that these define."""
     from bnncli.evaluation.statistics import score_rows
 
     scores = split_scores(split.scored(settings))
@@ -217,7 +217,7 @@ def split_rows(
 
 
 def detection_rows(split: Scorable, other: Scorable, names: Sequence[str], bootstrap: Bootstrap | None) -> list[Row]:
-    """The rows of telling one split from another by these scores, and of how sure the predictions of the other are."""
+    """Return the rows for detecting one split among another by these scores, and for the confidence on the other split."""
     from bnncli.evaluation import detection
 
     inside, outside = (side.detection_scores(names) for side in (split, other))
@@ -228,7 +228,11 @@ def detection_rows(split: Scorable, other: Scorable, names: Sequence[str], boots
 
 
 def _check_differs(split: PredictedSplit, other: PredictedSplit) -> None:
-    """Raise DataError when two splits are the same examples."""
+    """Check that two splits are not the same examples.
+
+    Raises:
+        DataError: they are.
+    """
     meta, others = split.header.meta, other.header.meta
     if meta.get("order_digest") != others.get("order_digest") or split.file.probs.shape != other.file.probs.shape:
         return
@@ -237,7 +241,7 @@ def _check_differs(split: PredictedSplit, other: PredictedSplit) -> None:
         raise DataError(f"splits {split.name!r} and {other.name!r} hold the same examples", code="same_split")
 
 
-# Fields of rows of any score that tell of its number, and no form from another.
+# Row fields that describe the value of a score, not its form.
 _NO_CHOICES = {
     "name",
     "value",
@@ -253,7 +257,7 @@ _NO_CHOICES = {
 
 
 class Absent(NamedTuple):
-    """A posterior of the run without usable predictions: its name, theirs where they are there but stale, the reason, whether it has any."""
+    """A posterior without usable predictions: its name, that of stale predictions, the reason, and whether it has any."""
 
     posterior: str
     name: str
@@ -262,7 +266,7 @@ class Absent(NamedTuple):
 
 
 def about(assertions: Sequence[Assertion], posterior: str, integrator: str) -> list[Assertion]:
-    """The assertions, those without a posterior about this one; but those that compare with it, or are about the features."""
+    """Apply assertions without a posterior to this one, except comparisons with it and those about the features."""
     return [
         one._replace(left=one.left._replace(posterior=posterior, integrator=one.left.integrator or integrator))
         if is_of_every(one) and not (isinstance(one.right, Quantity) and one.right.posterior == posterior)
@@ -272,18 +276,19 @@ def about(assertions: Sequence[Assertion], posterior: str, integrator: str) -> l
 
 
 def is_of_every(assertion: Assertion) -> bool:
-    """Whether an assertion names no posterior, and is not about the features."""
+    """Return whether an assertion names no posterior and is not about the features."""
     return assertion.left.posterior is None and set(feature_detectors()).isdisjoint(assertion.left.choices)
 
 
 def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[Absent] = ()) -> None:
-    """Raise before the work when a posterior, an integrator or a split that is named is not there.
+    """Check before the work that every named posterior, integrator and split exists.
 
     Args:
-        rows: posterior, integrator, variant and split of each row to come; no metrics are needed.
+        rows: posterior, integrator, variant and split of each future row, without metrics.
 
     Raises:
-        MissingInput: the name is not there. UsageError: the split or the integrator is not told.
+        MissingInput: a name does not exist.
+        UsageError: the split or integrator is ambiguous.
     """
     for assertion in assertions:
         if _absent_by_name(assertion, rows, absent):
@@ -300,17 +305,19 @@ def hold_against(
     *,
     references: Sequence[str] = (),
 ) -> list[Row]:
-    """A row for every score that an assertion is about: expr, holds, name, posterior, integrator, split, left, right.
+    """Return a row for every score that an assertion is about.
 
-    A score that is undefined, or that a posterior lacks while others have it, fails: left or right is None, and `reason`
-    says why. So does one of an absent posterior, whose integrator and split are None where they are not named.
+    Its keys are expr, holds, name, posterior, integrator, split, left and right.
+
+    A score fails if it is undefined, or missing for one posterior while others have it: left or right is None, and
+    `reason` says why. So does a score of an absent posterior; its integrator and split are None unless named.
 
     Args:
-        absent: the posteriors of the run that have no rows.
-        references: names of the posteriors that distances are measured to, of which none is asked for.
+        absent: posteriors of the run without rows.
+        references: names of the posteriors that distances are measured to; they need no distance of their own.
 
     Raises:
-        MissingInput, UsageError: as check_names; or no posterior has the score, or several forms of it are meant.
+        MissingInput, UsageError: see check_names; or no posterior has the score, or its form is ambiguous.
     """
     checks = []
     for assertion in assertions:
@@ -321,12 +328,12 @@ def hold_against(
 
 
 def failure_text(checks: Sequence[Row]) -> str | None:
-    """One line that names each number that failed; None when all checks hold."""
+    """Return one line that names each failed number; None if all checks hold."""
     return "; ".join(_sentence(check) for check in checks if not check["holds"]) or None
 
 
 def find_metric(metrics: Sequence[Row], wanted: Quantity) -> list[Row]:
-    """The metric rows that have the name and the choices wanted, in their usual form where nothing else is said."""
+    """Return the metric rows with the wanted name and choices, in their usual form by default."""
     found = [row for row in metrics if row["name"] == wanted.metric]
     found = [row for row in found if set(wanted.choices) <= {text for _, text in _choices(row)}]
     scores = {row.get("score") for row in found if row.get("value", 0.0) is not None}
@@ -338,7 +345,7 @@ def find_metric(metrics: Sequence[Row], wanted: Quantity) -> list[Row]:
 
 
 def forms(metrics: Sequence[Row]) -> list[str]:
-    """How each of these rows of one metric is written: its name and the choices in which it differs from the others."""
+    """Return how to write each of these forms of one metric: its name and the choices that distinguish it."""
     every = [dict(_choices(row)) for row in metrics]
     keys = dict.fromkeys(key for choices in every for key in choices)
     telling = [key for key in keys if len({choices.get(key) for choices in every}) > 1]
@@ -349,7 +356,7 @@ def forms(metrics: Sequence[Row]) -> list[str]:
 
 
 def _absent_by_name(assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent]) -> list[Row]:
-    """The failing checks of an assertion that names an absent posterior which has no rows of another integrator."""
+    """Return failed checks of an assertion on an absent posterior that has no rows of another integrator."""
     for side in (assertion.left, assertion.right):
         if isinstance(side, Quantity) and side.posterior is not None:
             there = [row for row in rows if side.posterior in (row["posterior"], _name(row))]
@@ -363,7 +370,7 @@ def _absent_by_name(assertion: Assertion, rows: Sequence[Row], absent: Sequence[
 def _absent_of_all(
     assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent], references: Sequence[str]
 ) -> list[Row]:
-    """The failing checks of an assertion about every posterior: those that are stale, or have rows of other splits alone."""
+    """Return failed checks of an assertion on every posterior: those with stale predictions or only other splits."""
     left, right = assertion.left, assertion.right
     if left.posterior is not None:
         known = {row["posterior"] for row in rows if left.posterior == row["posterior"]}
@@ -374,7 +381,7 @@ def _absent_of_all(
     score = all_scores()[left.metric]
     others |= (
         {*references} if score.of_draws is not None or score.of_reference is not None else set()
-    )  # there is none to itself
+    )  # a reference has no distance to itself
     chosen = _named(left, rows)
     kept = {_name(row) for row in _of_split(left, chosen, None)}
     split = _of_split(left, chosen, None)[0]["split"]
@@ -385,7 +392,7 @@ def _absent_of_all(
 
 
 def _is_meant(wanted: Quantity, one: Absent) -> bool:
-    """Whether an integrator that is named could be that of the absent predictions."""
+    """Return whether a named integrator could be that of the absent predictions."""
     return wanted.integrator is None or one.name in (one.posterior, f"{one.posterior}.{wanted.integrator}")
 
 
@@ -400,7 +407,7 @@ def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
     found = []
     for left in _left_rows(assertion, rows):
         one, why = _value(assertion.left, left, rows)
-        if one is None and why is None:  # a row that has no such score at all, and was not named
+        if one is None and why is None:  # an unnamed row without this score
             continue
         other, where = _right_value(assertion.right, rows, left)
         check = {"expr": str(assertion), "holds": False, "left": one, "right": other}
@@ -418,7 +425,7 @@ def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
 
 
 def _right_value(right: Quantity | float, rows: Sequence[Row], left: Row) -> tuple[float | None, str | None]:
-    """The value of the right side for a row of the left side, or the reason why there is none."""
+    """Return the right side's value for a row of the left side, or the reason there is none."""
     if not isinstance(right, Quantity):
         return right, None
     row = _right_row(right, rows, left)
@@ -427,7 +434,7 @@ def _right_value(right: Quantity | float, rows: Sequence[Row], left: Row) -> tup
 
 
 def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | None, str | None]:
-    """The value, or the reason why there is none; neither where the row has no metric of the name and is one of many."""
+    """Return the value or the reason there is none; neither if the row has no such metric and is one of many."""
     named = [metric for metric in row["metrics"] if metric["name"] == wanted.metric]
     found = find_metric(named, wanted)
     label = wanted.label
@@ -446,7 +453,7 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
 
 
 def _part(metric: Row, part: str | None) -> tuple[float | None, str | None]:
-    """The value of a metric row or the part of it that is wanted, or the reason why there is none."""
+    """Return the value of a metric row or the wanted part of it, or the reason there is none."""
     value = metric["value"]
     if value is None:
         return None, str(metric.get("undefined", "undefined"))
@@ -458,7 +465,7 @@ def _part(metric: Row, part: str | None) -> tuple[float | None, str | None]:
 
 
 def _left_rows(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
-    """The rows that the left side is about."""
+    """Return the rows for the left side."""
     left, right = assertion.left, assertion.right
     found = _of_split(left, _named(left, rows), None)
     if left.posterior is None and isinstance(right, Quantity) and right.posterior is not None:
@@ -472,7 +479,7 @@ def _left_rows(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
 
 
 def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
-    """The one row that the right side is about, for a row of the left side."""
+    """Return the single row for the right side, given a row of the left side."""
     if right.posterior is None:
         right = right._replace(posterior=left["posterior"], integrator=left.get("variant", left["integrator"]))
     found = _of_split(right, _named(right, rows), left["split"])
@@ -491,10 +498,14 @@ def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
 
 
 def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
-    """The rows of the posterior and integrator that are named. Raises MissingInput when there are none."""
+    """Return the rows of the named posterior and integrator.
+
+    Raises:
+        MissingInput: there are none.
+    """
     found = [row for row in rows if wanted.posterior in (row["posterior"], _name(row))]
     if wanted.posterior is None:
-        # Scores of the features have a row of their own; other scores are no matter of that row.
+        # Scores of the features have their own row, which has no other scores.
         is_of_features = not set(feature_detectors()).isdisjoint(wanted.choices)
         found = [row for row in rows if (row["posterior"] == FEATURES_NAME) == is_of_features]
         if is_of_features and not found:
@@ -509,7 +520,12 @@ def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
 
 
 def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]:
-    """The rows of the split that is meant. Raises MissingInput for one that is not there, UsageError where it is not told."""
+    """Return the rows of the requested split.
+
+    Raises:
+        MissingInput: it does not exist.
+        UsageError: it is ambiguous.
+    """
     there = list(dict.fromkeys(str(row["split"]) for row in rows))
     split = wanted.split or (other if other in there else "test" if "test" in there else there[0])
     if split not in there:
@@ -520,7 +536,7 @@ def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]
 
 
 def _choices(metric: Row) -> list[tuple[str, str]]:
-    """What tells the forms of a metric apart, as text."""
+    """Return the choices that distinguish forms of a metric, as text."""
     facts = all_scores()[metric["name"]].facts
     return [
         (key, str(value))
@@ -534,7 +550,7 @@ def _integrator(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    """What the predictions of a row are called: <posterior>.<integrator>, or the name that they were given."""
+    """Return the name of a row's predictions: <posterior>.<integrator>, or the given name."""
     return str(row.get("name") or f"{row['posterior']}.{_integrator(row)}")
 
 
@@ -552,7 +568,7 @@ def _sentence(check: Row) -> str:
     if "reason" in check:
         return f"{where} is undefined ({check['reason']}), expected {check['expr']}"
     left, right = (f"{check[side]:.6g}" for side in ("left", "right"))
-    if left == right:  # the difference is in later digits
+    if left == right:  # they differ in later digits
         left, right = repr(check["left"]), repr(check["right"])
     known = check["expr"].endswith(f"{check['right']!r}".removesuffix(".0"))
     return f"{where} is {left}, expected {check['expr']}" + ("" if known else f" ({right})")

@@ -1,4 +1,4 @@
-"""Tables of scores: one row per split, posterior and integrator, and one per class."""
+"""Build tables of scores: one row per split, posterior and integrator, and one per class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bnncli.session.score_rows import PredictedSplit
 _FIRST_COLUMNS = ("split", "posterior", "integrator", "draws")
 
 Form = tuple[str, str | None, tuple[str | None, ...]]
-Head = Callable[[Mapping[str, Any]], list[str]]  # what a row of the table begins with, of a row of scores
+Head = Callable[[Mapping[str, Any]], list[str]]  # maps a row of scores to the first cells of a table row
 
 
 def score_table(
@@ -35,14 +35,14 @@ def score_table(
     first: Sequence[str] = _FIRST_COLUMNS,
     head: Head | None = None,
 ) -> Table:
-    """The rows of evaluate as a Table; an undefined score is a dash.
+    """Return the rows of evaluate as a Table; undefined scores are dashes.
 
     Args:
-        chosen: names of the scores to show, in all their forms; none: the usual ones.
-        scores: by which detection is shown.
-        intervals: whether each score is followed by its interval, where it has one.
-        first: the columns before the scores, three or more, of which the first is the split.
-        head: what stands in them; None: the names of a run's predictions.
+        chosen: names of scores to show in all forms; empty for the usual ones.
+        scores: detection scores to show.
+        intervals: whether to show the interval of each score.
+        first: titles of the columns before the scores, at least three; the first is the split.
+        head: returns the cells of these columns; None for the names of a run's predictions.
     """
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
     shown = [_shown(row, chosen, scores) for row in ordered]
@@ -56,7 +56,7 @@ def score_table(
 
 
 class ShownScore(NamedTuple):
-    """One column of the table: its title, which way is better, and its metric in each row, None where it has none."""
+    """A table column: title, which direction is better, and its metric in each row or None."""
 
     title: str
     higher_is_better: bool | None
@@ -64,10 +64,10 @@ class ShownScore(NamedTuple):
 
 
 def shown_scores(rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = (DEFAULT_SCORE,)) -> list[ShownScore]:
-    """The usual scores of rows of evaluate, in the order and by the titles of the table.
+    """Return the usual scores of evaluate's rows in table order.
 
     Args:
-        scores: by which detection is shown.
+        scores: detection scores to show.
     """
     shown = [_shown(row, (), scores) for row in rows]
     forms = _columns(shown)
@@ -80,18 +80,18 @@ def shown_scores(rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = (DEF
 
 
 def score_title(metric: Mapping[str, Any]) -> str:
-    """What a score is called in a table, without the choices that tell it from its like."""
+    """Return a score's title in a table, without the choices that distinguish its forms."""
     return all_scores()[metric["name"]].title.format(**metric)
 
 
 def _shown(row: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> dict[Form, Mapping[str, Any]]:
-    """The scores of a row that are shown, by their forms."""
+    """Return the scores to show from a row, by form."""
     has_labels = recorded_name(row) is not None
     return {_form(m): m for m in row["metrics"] if _is_shown(m, chosen, scores, has_labels=has_labels)}
 
 
 def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str], *, has_labels: bool) -> bool:
-    if "ood" in metric and metric.get("score", scores[0]) not in scores:  # AURC has a score of its own
+    if "ood" in metric and metric.get("score", scores[0]) not in scores:  # AURC has its own score
         return False
     if chosen:
         return metric["name"] in chosen
@@ -102,12 +102,12 @@ def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence
 
 
 def _form(metric: Mapping[str, Any]) -> Form:
-    """What a metric shares with its like in other rows: name, the other split, the choices that tell it from its forms."""
+    """Return a metric's identity across rows: name, other split and the choices that distinguish its forms."""
     return metric["name"], metric.get("ood"), tuple(metric.get(key) for key in all_scores()[metric["name"]].told_by)
 
 
 def _columns(shown: Sequence[Mapping[Form, Any]]) -> list[Form]:
-    """Every form there is, in the order of the scores; what is measured against another split stands together."""
+    """Return all forms in the order of the scores, grouped by other split."""
     forms = list(dict.fromkeys(form for found in shown for form in found))
     others = list(dict.fromkeys(ood for _, ood, _ in forms))
     rank = list(all_scores()).index
@@ -121,7 +121,7 @@ def _columns(shown: Sequence[Mapping[Form, Any]]) -> list[Form]:
 
 
 def _titles(forms: Sequence[Form], shown: Sequence[Mapping[Form, Any]]) -> list[str]:
-    """The title of each form: its score, the other split, and the choices in which it differs from its like."""
+    """Return the title of each form: its score, the other split and the choices that distinguish it."""
     titles = []
     for form in forms:
         name, ood, choices = form
@@ -133,7 +133,7 @@ def _titles(forms: Sequence[Form], shown: Sequence[Mapping[Form, Any]]) -> list[
 
 
 def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
-    """The same numbers for a narrow terminal: a table for each split, a row for each score."""
+    """Return narrow tables of the same numbers: one per split, with a row per score."""
     tables = []
     for split in dict.fromkeys(row[0] for row in cells):
         chosen = [row for row in cells if row[0] == split]
@@ -143,7 +143,7 @@ def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
 
 
 def run_head(row: Mapping[str, Any]) -> list[str]:
-    """Split, posterior, integrator and number of draws."""
+    """Return split, posterior, integrator and number of draws."""
     title = posterior_title(row["posterior"], row["variant"], row.get("name"))
     return [row["split"], title, row["variant"], "-" if row["samples"] is None else str(row["samples"])]
 
@@ -163,17 +163,17 @@ def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:
 
 
 def number_text(value: float, digits: int) -> str:
-    """A number of a table, with so many decimals."""
-    return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero
+    """Format a number with this many decimals."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0 turns -0.0 into 0.0
 
 
 TableRow = Mapping[str, Any]
 _FIRST_CLASS_COLUMNS = ("split", "posterior", "integrator")
-_OF_ALL = ("macro ", "class ")  # how titles say that a score is a mean over classes
+_OF_ALL = ("macro ", "class ")  # title prefixes of means over classes
 
 
 def with_classes(rows: Sequence[TableRow], groups: Sequence[PredictionGroup]) -> list[dict[str, Any]]:
-    """The rows with `classes`, the names of theirs, and `class_counts`, how many examples have each (None without labels)."""
+    """Add `classes` and `class_counts` (examples per class, None without labels) to the rows."""
     found = {}
     for name, header in {name: one for group in groups for name, one in group.splits(is_ood=False).items()}.items():
         file = PredictedSplit(header).file
@@ -184,13 +184,13 @@ def with_classes(rows: Sequence[TableRow], groups: Sequence[PredictionGroup]) ->
 
 
 def without_classes(row: TableRow) -> dict[str, Any]:
-    """The row without the values of every class."""
+    """Return the row without per-class values."""
     metrics = [{key: value for key, value in metric.items() if key != "per_class"} for metric in row["metrics"]]
     return {**row, "metrics": metrics}
 
 
 def class_facts(labels: NDArray | None, classes: Sequence[str]) -> dict[str, Any]:
-    """What a row with scores of every class says of these: `classes` and `class_counts`."""
+    """Return `classes` and `class_counts` for a row with per-class scores."""
     if labels is None:
         return {"classes": list(classes), "class_counts": None}
     own = np.asarray(labels)
@@ -201,7 +201,7 @@ def class_facts(labels: NDArray | None, classes: Sequence[str]) -> dict[str, Any
 def class_table(
     rows: Sequence[TableRow], *, first: Sequence[str] = _FIRST_CLASS_COLUMNS, head: Head = run_head
 ) -> Table | None:
-    """Scores of every class, of rows that have classes; None where none has. `first` and `head` as of score_table, of three."""
+    """Return the table of per-class scores; None without any. `first` (three columns) and `head` as for score_table."""
     told = [row for row in rows if "classes" in row]
     if not told:
         return None
@@ -217,7 +217,7 @@ def _of_classes(row: TableRow) -> list[TableRow]:
 
 
 def _title(row: TableRow, metric: TableRow) -> str:
-    """What the score of one class is called; the balanced accuracy of all is the mean of what is the recall of each."""
+    """Return the title of a per-class score; the terms of balanced accuracy are recalls."""
     if metric["name"] == "balanced_accuracy" and recorded_name(row) is None:
         return "recall"
     title = score_title(metric)
@@ -244,10 +244,10 @@ def _score(metric: TableRow | None, k: int) -> str:
 def legend(
     rows: Sequence[Row], options: EvaluateOptions | ScoreOptions, detectors: Sequence[str], replicates: int
 ) -> list[str]:
-    """Return what the numbers of the table mean, in clauses.
+    """Return the legend of a table, in clauses.
 
     Args:
-        detectors: the scores of examples by which detection is shown.
+        detectors: detection scores shown.
         replicates: of the bootstrap.
     """
     if options.metric:
@@ -280,10 +280,10 @@ def legend(
 
 
 def with_metrics(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> list[Row]:
-    """The rows with the scores of these names alone.
+    """Return the rows with only the scores of these names.
 
     Args:
-        detectors: the scores of examples by which detection is shown.
+        detectors: detection scores shown.
 
     Raises:
         DataError: one of them is undefined in all rows of a split.
@@ -298,7 +298,7 @@ def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequenc
         for name in names:
             found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
             found = [m for m in found if m.get("score", detectors[0]) in detectors] or found
-            if all_scores()[name].is_of_rule:  # it says nothing of the split that it was calibrated on
+            if all_scores()[name].is_of_rule:  # undefined for the split it was calibrated on
                 found = [m for row in rows for m in row["metrics"] if m["name"] == name] or found
             if all(m["value"] is None for m in found):
                 reason = found[0]["undefined"] if found else _why_absent(name, rows)
@@ -306,7 +306,7 @@ def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequenc
 
 
 def _why_absent(name: str, rows: Sequence[Row]) -> str:
-    """Why no row has a score."""
+    """Return why no row has a score."""
     score = all_scores()[name]
     makers = (score, *([all_scores()[score.computed_by]] if score.computed_by else []))
     is_of_split = any(one.of_split is not None for one in makers)

@@ -1,4 +1,4 @@
-"""Splits that a user names: opened, checked, compared with each other, and what each has been used for."""
+"""Open, check and compare the splits that a user names, and find what each has been used for."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from bnncli.session.predictions import PredictionGroup
 from bnncli.session.run import ModelFiles, Run
 from bnncli.system import user_code
 
-_OF_IMAGE_FILES = ("no_exif", "background")  # options that not every command has
+_OF_IMAGE_FILES = ("no_exif", "background")  # options that only some commands have
 
 
 class InputSpecs(Protocol):
-    """Options that name a network and what goes into it."""
+    """Options that select a network and its inputs."""
 
     @property
     def model(self) -> str | None:
@@ -41,7 +41,7 @@ class InputSpecs(Protocol):
 
     @property
     def model_arg(self) -> list[str]:
-        """Its arguments, each as KEY=VALUE."""
+        """Arguments of the network, each as KEY=VALUE."""
 
     @property
     def data(self) -> list[str]:
@@ -49,23 +49,23 @@ class InputSpecs(Protocol):
 
     @property
     def hold_out(self) -> list[str]:
-        """What moves rows from one to another."""
+        """Rows to move from one split to another."""
 
     @property
     def mean(self) -> str | None:
-        """Of the channels."""
+        """Mean of each channel."""
 
     @property
     def std(self) -> str | None:
-        """Of the channels."""
+        """Standard deviation of each channel."""
 
     @property
     def resize(self) -> int | None:
-        """Pixels."""
+        """Size in pixels."""
 
     @property
     def crop(self) -> int | None:
-        """Pixels."""
+        """Size in pixels."""
 
 
 def open_splits(
@@ -78,18 +78,18 @@ def open_splits(
     shift: Shift | None = None,
     classes: tuple[str, ...] | None = None,
 ) -> list[InputSplit]:
-    """Every split that --data, --ood and --hold-out name, opened and checked; train first.
+    """Open and check every split of --data, --ood and --hold-out; train first.
 
     Args:
-        seed: chooses the rows that --hold-out moves.
-        memory: of the data of a split, by its name.
+        seed: selects the rows that --hold-out moves.
+        memory: returns the memory for a split's data, by name.
         ood: splits without labels, each as SPLIT=SPEC.
-        shift: what is done to the images of all of them.
-        classes: names of the network's outputs; None: those that the saved model has.
+        shift: applied to the images of all of these splits.
+        classes: names of the network's outputs; None for those of the saved model.
 
     Raises:
-        UsageError: a name twice, a malformed spec.
-        MissingInput, DataError: as the data's readers say; classes that the model does not have, or that differ between splits.
+        UsageError: a repeated name or a malformed spec.
+        MissingInput, DataError: see the data's readers; also if classes are unknown to the model, or differ between splits.
     """
     of_files = {name: value for name in _OF_IMAGE_FILES if (value := getattr(options, name, None))}
     preprocess = Preprocess.parse(
@@ -121,10 +121,10 @@ def open_splits(
 
 
 def shift_of(params: Mapping[str, Any]) -> Shift | None:
-    """What a split's parameters say is done to its images; None for nothing.
+    """Return the recorded shift of a split's images; None without one.
 
     Args:
-        params: rotate and corrupt where they are given, and the seed of the command.
+        params: rotate and corrupt if given, and the command's seed.
     """
     rotate, corrupt = params.get("rotate"), params.get("corrupt")
     if rotate is None and corrupt is None:
@@ -133,17 +133,17 @@ def shift_of(params: Mapping[str, Any]) -> Shift | None:
 
 
 def shift_params(shift: Shift | None) -> dict[str, Any]:
-    """What is recorded of it, where there is any."""
+    """Return what to record of a shift; empty without one."""
     found = {} if shift is None else {"rotate": shift.rotate, "corrupt": shift.corrupt}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def check_outputs(task: str | None, likelihood: str | None, num_outputs: int) -> None:
-    """Pass where a head of so many outputs can be for the task that was said, or for what the labels are.
+    """Check that a head with this many outputs fits the given task and the likelihood of the labels.
 
     Raises:
-        UsageError: it cannot be for the task.
-        DataError: it cannot be for the labels.
+        UsageError: it does not fit the task.
+        DataError: it does not fit the labels.
     """
     asked = task or likelihood
     why = None if asked is None else why_unfit(asked, num_outputs)
@@ -155,23 +155,23 @@ def check_outputs(task: str | None, likelihood: str | None, num_outputs: int) ->
 
 
 def check_network_file(options: InputSpecs) -> None:
-    """Raise what building the network would where the file of its code is missing, before PyTorch is imported for it.
+    """Check that a network's code file exists, before PyTorch is imported.
 
     Raises:
         MissingInput: the file does not exist.
-        UsageError: what comes after it is no name.
+        UsageError: it is followed by something other than a name.
     """
     model = options.model or ""
     code = Path(model.rpartition(":")[0])
     can_be_told = all(
         text.find("=") > 0 for text in options.model_arg
-    )  # else that is told first, where the network is built
+    )  # otherwise that is reported when the network is built
     if can_be_told and code.suffix == ".py" and not code.is_file() and not is_kind(model):
         user_code.load_factory(model, option="\0model\0")
 
 
 def user_sources(options: InputSpecs, split: InputSplit, saved: SavedModel | None) -> list[Source]:
-    """What of the user's own the features of a split are made from: the examples, and the files of the network."""
+    """Return the user's inputs of a split's features: the examples and the network's files."""
     place = Path(split.spec.partition(":")[2])
     sources = [Source(f"data.{split.name}", place, split.order_digest, is_artifact=False)]
     if saved is not None:
@@ -183,7 +183,7 @@ def user_sources(options: InputSpecs, split: InputSplit, saved: SavedModel | Non
 
 
 def _model_source(files: tuple[Path, ...]) -> list[Source]:
-    """The files of a saved model; nothing where it has none."""
+    """Return the source of a saved model's files; empty if it has none."""
     if not files:
         return []
     found = ModelFiles.of(files)
@@ -194,9 +194,9 @@ FITTED_ON = {"train", "val"}
 
 
 def shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list[str]:
-    """A warning for every two in-distribution splits, of those named or of all, that hold the same rows of the same source.
+    """Return a warning for every two in-distribution splits, named or all, with the same rows of the same source.
 
-    A rotated or corrupted copy stands beside what it is a copy of without one, unless that is for training or tuning.
+    A rotated or corrupted copy may accompany its original, unless it is used for training or tuning.
     """
     sources, shifted = {}, set()
     for name in (split for split in folder.splits() if names is None or split in names):
@@ -221,15 +221,15 @@ def shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list
 
 
 _FEATURES = "features"
-_FRESH = "calib"  # what a split that chooses nothing is called, where nothing else is said
-_ALWAYS = ("train",)  # the network was trained on it, whatever else was
+_FRESH = "calib"  # default name for a split that has not been used
+_ALWAYS = ("train",)  # always used to train the network
 
 
 def require_unused(run: Run, group: PredictionGroup, header: Header) -> None:
-    """Pass where a split, whose predictions these are, has chosen nothing of what made them.
+    """Check that the split of these predictions was not used to create them.
 
     Raises:
-        DataError: it has, with what, and the command that makes a split that has not.
+        DataError: it was; says for what, and names the command that creates an unused split.
     """
     split = str(header.meta["split"])
     uses = dict(_uses(run, group, header))
@@ -245,7 +245,7 @@ def require_unused(run: Run, group: PredictionGroup, header: Header) -> None:
 
 
 def _uses(run: Run, group: PredictionGroup, header: Header) -> Iterator[tuple[str, str]]:
-    """Every split that predictions go back to, but as their own inputs, and why."""
+    """Yield every split used for the predictions, except their own inputs, with the reason."""
     own = f"{_FEATURES}.{header.meta['split']}"
     yield from _followed(header, {own, "classes"}, set())
     path = run.folder.recommended
@@ -265,7 +265,7 @@ def _uses(run: Run, group: PredictionGroup, header: Header) -> Iterator[tuple[st
 
 
 def _followed(header: Header, skipped: set[str], seen: set[Path]) -> Iterator[tuple[str, str]]:
-    """The splits among the inputs of an artifact, and of what these were made from."""
+    """Yield the splits among an artifact's inputs and, recursively, the inputs of these."""
     for entry in header.inputs:
         if entry["role"] in skipped or not entry.get("is_artifact", True):
             continue
@@ -286,7 +286,7 @@ def _titled(header: Header) -> str:
 
 
 def fresh_split(run: Run, split: str) -> str:
-    """The command that makes a split that chose nothing: that of the run's test split, holding a part of it out."""
+    """Return the command that creates an unused split by holding out part of the run's test split."""
     there = run.folder.splits()
     if _FRESH in there and split != _FRESH:
         return f"calibrate on split {_FRESH} (\0split\0 {_FRESH})"

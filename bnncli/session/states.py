@@ -1,4 +1,4 @@
-"""The state of every artifact of a run, what was made from what, and which are up to date."""
+"""Find the state of every artifact of a run, its dependencies, and which are up to date."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ STALE = "stale"
 
 @dataclass(frozen=True)
 class ArtifactState:
-    """One artifact and whether it is still true.
+    """An artifact and whether it is up to date.
 
     Attributes:
-        state: fresh, stale, invalid (damaged), or unknown (a file that decides it cannot be read).
+        state: fresh, stale, invalid (damaged), or unknown (a file needed to decide cannot be read).
         header: None for an invalid artifact.
-        remake: the command that makes it again; None where it is not known.
+        remake: the command that recreates it; None if unknown.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class ArtifactState:
 
 
 def artifact_files(run: Run) -> list[Path]:
-    """Every artifact of the run, each after those that it may be made from, but for posteriors of posteriors.
+    """Return every artifact of the run, inputs before outputs, except for posteriors of posteriors.
 
     Raises:
         MissingInput: there is no run folder.
@@ -58,7 +58,7 @@ def artifact_files(run: Run) -> list[Path]:
 
 
 def artifact_states(run: Run, paths: Iterable[Path]) -> list[ArtifactState]:
-    """The state of each artifact."""
+    """Return the state of each artifact."""
     followed: Followed = {}
     return [_state(run, path, followed) for path in paths]
 
@@ -87,9 +87,9 @@ def _state(run: Run, path: Path, followed: Followed) -> ArtifactState:
 
 
 def dependents(run: Run, files: Sequence[Path], named: Iterable[Path]) -> list[Path]:
-    """Those of the files that were made from the named ones, directly or not; the named ones are left out.
+    """Return the files created from the named ones, directly or indirectly, without the named ones.
 
-    Damaged files are passed over: what they were made from is not known.
+    Damaged files are skipped because their inputs are unknown.
     """
     inputs: dict[Path, set[Path]] = {}
     for path in files:
@@ -106,22 +106,22 @@ def dependents(run: Run, files: Sequence[Path], named: Iterable[Path]) -> list[P
 
 
 def removal_order(run: Run, paths: Iterable[Path]) -> list[Path]:
-    """The files in an order in which none goes before what was made from it: a kill leaves no file without its inputs."""
+    """Sort files so that dependents come first: an interrupted removal leaves no file without its inputs."""
     left, ordered = list(dict.fromkeys(paths)), list[Path]()
     needs = {path: set(dependents(run, left, [path])) for path in left}
     while left:
-        free = [path for path in left if not needs[path] & {*left}] or left[-1:]  # no order where files name each other
+        free = [path for path in left if not needs[path] & {*left}] or left[-1:]  # or a cycle
         ordered += free
         left = [path for path in left if path not in free]
     return ordered
 
 
 def remove_artifacts(run: Run, paths: Iterable[Path]) -> None:
-    """Remove artifacts, with what lies beside them and with folders of predictions that are empty then.
+    """Remove artifacts, the files next to them, and prediction folders that become empty.
 
     Raises:
-        Locked: another process writes one of them; nothing is removed.
-        OutputExists, WriteError: a file cannot be removed, or lies behind a linked folder.
+        Locked: another process is writing one of them; nothing is removed.
+        OutputExists, WriteError: a file cannot be removed, or is behind a linked folder.
     """
     ordered = removal_order(run, paths)
     with contextlib.ExitStack() as locks:
@@ -136,12 +136,12 @@ def remove_artifacts(run: Run, paths: Iterable[Path]) -> None:
                 except OSError as error:
                     raise write_error(error, file) from None
             if path.parent.parent.name in ("predictions", "decisions"):
-                with contextlib.suppress(OSError):  # others are in it
+                with contextlib.suppress(OSError):  # folder not empty
                     path.parent.rmdir()
 
 
 def fresh_posterior(run: Run, name: str, params: Mapping[str, Any]) -> Header | None:
-    """Return the header of the run's posterior of this name where it is up to date and has these parameters."""
+    """Return the header of the run's posterior of this name if it is up to date and has these parameters, else None."""
     path = next((path for path in run.folder.posteriors() if path.stem == name), None)
     header = None if path is None else _fresh(run, [path])[0]
     if header is None or not params.items() <= header.provenance["params"].items():
@@ -150,22 +150,22 @@ def fresh_posterior(run: Run, name: str, params: Mapping[str, Any]) -> Header | 
 
 
 def fresh_predictions(run: Run, name: str) -> Path | None:
-    """Return the folder of these predictions (`<posterior>.<integrator>`) where they are up to date for every split but train."""
+    """Return the folder of `<posterior>.<integrator>` if it is up to date for every split except train, else None."""
     paths = [run.folder.predictions(name, split) for split in run.folder.splits() if split != "train"]
     is_there = bool(paths) and all(path.is_file() for path in paths)
     return paths[0].parent if is_there and None not in _fresh(run, paths) else None
 
 
 def _fresh(run: Run, paths: list[Path]) -> list[Header | None]:
-    """The headers of artifacts; None for those that are not up to date."""
+    """Return the headers of artifacts; None for those that are not up to date."""
     return [one.header if one.state == "fresh" else None for one in artifact_states(run, paths)]
 
 
 def to_predict(run: Run, posterior: str, integrator: str, *, is_default: bool) -> str:
-    """Return what to do for the predictions of a posterior: run the command, or use those that are up to date.
+    """Return advice to run predict for a posterior, or to use its predictions if they are up to date.
 
     Args:
-        is_default: whether predict takes the integrator of itself.
+        is_default: whether predict chooses this integrator by default.
     """
     folder = fresh_predictions(run, f"{posterior}.{integrator}")
     if folder is not None:
@@ -174,7 +174,7 @@ def to_predict(run: Run, posterior: str, integrator: str, *, is_default: bool) -
 
 
 def after_predictions(run: Run, name: str) -> str | None:
-    """Return the command that goes on from predictions (`<posterior>.<integrator>`); None where they are not up to date."""
+    """Return the next command after predictions (`<posterior>.<integrator>`); None if they are not up to date."""
     if fresh_predictions(run, name) is None:
         return None
     metrics = run.folder.metrics(name)

@@ -1,9 +1,9 @@
-"""What a posterior's default predictive is worth on val, beside the plainer ones that it should replace.
+"""Measure a posterior's default predictive on val against the simpler ones it should improve on.
 
-Measured as `predict` would: its default integrator, as many draws, from the same stream; of a network whose draws are passes that
-would take minutes, on some of val's examples. A temperature is fitted to val, so
-that its losses are those with each example left out. The prior precision (and the structure) may have been chosen on val too: that favours
-the posterior, by about a part in N each, and a warning is the rarer for it.
+Measurements match `predict`: default integrator, same number of draws, same stream. If passes of a network would take
+minutes, only some examples of val are used. A temperature is fitted to val, so its losses leave out each example in
+turn. The prior precision (and structure) may also have been chosen on val; that favours the posterior by about 1/N
+each, so warnings are slightly too rare.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
     from bnncli.evaluation.recommendation import ScoredPredictive
 
-# Numbers that the activations of all passes have, while the draws of a network's weights are measured: two minutes or so on one core.
+# Activations of all passes while measuring draws of a network's weights: about two minutes on one core.
 _MOST_NUMBERS = {"cpu": 2**34, "cuda": 2**39}
-_FEWEST_MEASURED = 100  # examples, however long they take
-OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
-PLAINER = {  # what a posterior is compared with, in words
+_FEWEST_MEASURED = 100  # minimum number of examples
+OTHER_INTEGRATORS = ("plug-in", "probit")  # cheap integrators without draws, compared with a default of draws
+PLAINER = {  # simpler predictives to compare a posterior with, in words
     "network": "the network as trained",
     "temperature": "the network at its best temperature",
     "plug-in": "its mean (plug-in)",
@@ -49,24 +49,24 @@ PLAINER = {  # what a posterior is compared with, in words
 
 
 def has_labeled_val(run: Run) -> bool:
-    """Whether the run has a val split with labels."""
+    """Return whether the run has a labelled val split."""
     path = run.folder.features("val")
     return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
 
 
 def labeled_val(run: Run) -> Split | None:
-    """The run's val split; None where there is none, or it has no labels."""
+    """Return the run's labelled val split, or None."""
     return load_split(run, "val") if has_labeled_val(run) else None
 
 
 def require_labeled_val(run: Run, purpose: str) -> Split:
-    """Return the val split, and warn where it shares rows with train.
+    """Return the val split, and warn if it shares rows with train.
 
     Args:
-        purpose: what the labels are needed for, as the end of the message.
+        purpose: what the labels are needed for, to end the message.
 
     Raises:
-        MissingInput, DataError: it is not there, cannot be used, or has no labels.
+        MissingInput, DataError: it is missing, unusable or unlabelled.
     """
     path = run.folder.features("val")
     if not path.is_file() and run.folder.splits():
@@ -90,20 +90,24 @@ def measure_on_val(
     others: Mapping[str, tuple[Any, str]] | None = None,
     prefer: str | None = None,
 ) -> dict[str, Any]:
-    """`val`, `val_excess` and `recommended_integrator`, for an artifact's metrics.
+    """Return `val`, `val_excess` and `recommended_integrator` for an artifact's metrics.
 
-    `recommended_integrator` is the method's own (mc, say), or one of OTHER_INTEGRATORS that predicts significantly better; predict
-    takes it by default, except for draws of a sampler (see follows_val). `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out),
-    the posterior by each integrator, `plug-in-temperature` (the centre at its best temperature, held out: what `fit-temperature
-    --base` gives), both where val has a best temperature, and under `method` the posterior by the default of predict. `val_excess`
-    has by how much that one is worse than the network, its best temperature and `others`.
+    `recommended_integrator` is the method's own (such as mc), or one of OTHER_INTEGRATORS that predicts significantly
+    better; predict uses it by default, except for draws of a sampler (see follows_val).
+
+    `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out), the
+    posterior by each integrator, `plug-in-temperature` (the centre at its best temperature, held out, as from
+    `fit-temperature --base`), and under `method` the default of predict. The two with a temperature are only present
+    if val has a best one.
+
+    `val_excess` is the amount by which the default is worse than the network, its best temperature, and `others`.
 
     Args:
-        posterior: over the head, with what its default integrator needs, on the device; or its folds, where val is fitted.
+        posterior: over the head, with what its default integrator needs, on the device; or its folds if fitted to val.
         val: labelled.
-        method: laplace, refine, ...: tells its own integrator.
-        others: further posteriors to compare with, and their integrators, by name (the base of a flow).
-        prefer: the integrator to recommend, whose predictions the posterior was chosen for.
+        method: laplace, refine, ...; determines the method's own integrator.
+        others: further posteriors to compare with and their integrators, by name (the base of a flow).
+        prefer: integrator to recommend because the posterior was chosen for its predictions.
     """
     from bnncli.evaluation.recommendation import score_predictive
 
@@ -139,15 +143,15 @@ def measure_on_val(
 def _gain_shares(
     references: Mapping[str, ScoredPredictive], center: ScoredPredictive | None, average: ScoredPredictive
 ) -> dict[str, Any] | None:
-    """What lowers the NLL from the network's to that of a posterior: one temperature, another head, and averaging over the posterior.
+    """Split the NLL gain over the network into one temperature, another head, and averaging over the posterior.
 
-    Mean paired differences, nats an example, with their standard errors, which add up to the gain over the network. None without a network,
-    and of posteriors without a centre that predicts.
+    The shares are mean paired differences in nats per example, with standard errors, and add up to the gain. None
+    without a network, and for posteriors without a predictive centre.
     """
     network = references.get("network")
     if network is None or center is None or average.name == "plug-in":
         return None
-    if np.allclose(center.losses, network.losses, rtol=1e-4, atol=1e-6):  # about the checkpoint: no head was refitted
+    if np.allclose(center.losses, network.losses, rtol=1e-4, atol=1e-6):  # at the checkpoint: no head was refitted
         return None
     scaled = references.get("temperature", network)
     steps = {"temperature": (network, scaled), "head": (scaled, center), "averaging": (center, average)}
@@ -160,7 +164,7 @@ def _gain_shares(
 
 
 def _best_integrator(own: ScoredPredictive, others: Sequence[ScoredPredictive]) -> str:
-    """The name of a predictive: the first, or the best of those that predict significantly better."""
+    """Return the name of the first predictive, or of the best one that predicts significantly better."""
     from bnncli.evaluation.recommendation import compare_losses
 
     worse_than = [gap.reference for gap in compare_losses(own, others) if gap.is_worse]
@@ -168,7 +172,7 @@ def _best_integrator(own: ScoredPredictive, others: Sequence[ScoredPredictive]) 
 
 
 def _measurable(run: Run, posterior: Any, val: Split, name: str) -> Split:
-    """All of val; some of its rows, at random, where each takes so many passes of a network that all would take minutes."""
+    """Return val, or a random subset if passes through the network would take minutes."""
     integrator = load_integrator(name)
     if val.is_last_layer or integrator.needs not in OF_THETA:
         return val
@@ -194,13 +198,13 @@ def measure_probs_on_val(
     num_draws: int | None,
     losses: NDArray[np.float64] | None = None,
 ) -> dict[str, Any]:
-    """The same as measure_on_val of predictions that are there already, beside the network as trained and at its best temperature.
+    """Return measure_on_val for given predictions, compared with the network as trained and at its best temperature.
 
     Args:
-        probs: (N, C) of the classes, of val's examples.
+        probs: (N, C) of val's examples.
         val: labelled, features with the network's head.
-        integrator, num_draws: what gave them.
-        losses: (N,), held out, where something of them was fitted to val.
+        integrator, num_draws: that produced the predictions.
+        losses: (N,), held out, if part of the predictions was fitted to val.
     """
     from bnncli.evaluation.recommendation import score_predictive
 
@@ -212,7 +216,7 @@ def measure_probs_on_val(
 
 
 def network_on_val(run: Run, val: Split) -> tuple[dict[str, ScoredPredictive], dict[str, dict[str, Any]]]:
-    """The network as trained and at its best temperature (held out), where there is one, with what is told of each beside its scores."""
+    """Return scores and further facts of the network as trained and, if it exists, at its best temperature (held out)."""
     from bnncli.posteriors.point import Point
 
     head = val.head()
@@ -234,7 +238,7 @@ def _comparison(
     facts: Mapping[str, Mapping[str, Any]],
     integrator: str,
 ) -> dict[str, Any]:
-    """What measure_on_val gives, of the scores. others: that are told of without being compared with."""
+    """Return the result of measure_on_val from scores; `others` are reported without comparison."""
     from bnncli.evaluation.recommendation import FALSE_ALARM, compare_losses
 
     gaps = compare_losses(chosen, list(references.values()))
@@ -249,26 +253,26 @@ def _comparison(
 
 
 def _supports(name: str, posterior: Any, val: Split) -> bool:
-    """Whether an integrator predicts with a posterior, as predict has it: the mean of draws of a network is no network of them."""
+    """Return whether predict allows an integrator for a posterior; draws of a network have no mean that is a network."""
     return supports(name, posterior) and (val.is_last_layer or posterior.type != "samples")
 
 
 def worse_than(metrics: Mapping[str, Any]) -> list[str]:
-    """The predictives that the posterior's default is worse than on val, the best first."""
+    """Return the predictives better than the posterior's default on val, best first."""
     gaps = metrics.get("val_excess") or {}
     return sorted((name for name, gap in gaps.items() if gap["is_worse"]), key=lambda name: -gaps[name]["value"])
 
 
 def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: str, also: Sequence[str] = ()) -> None:
-    """Say so where what predict gives by default is worse on val than what is simpler, and what to run.
+    """Warn if predict's default is worse on val than something simpler, with remedies.
 
-    Of a whole network also where it may be, and val does not tell: its remedies take far less than it does.
+    For a whole network, also warn if it may be worse and val cannot tell: the remedies cost far less.
 
     Args:
         path: of the artifact.
-        metrics: of the artifact, with what measure_on_val gives, where there was a val split.
+        metrics: of the artifact, with those of measure_on_val if there was a val split.
         method: as for measure_on_val.
-        also: what else may help, each as "run ..." or "use ...".
+        also: further remedies, each as "run ..." or "use ...".
     """
     worse = worse_than(metrics)
     if worse:
@@ -283,7 +287,7 @@ def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: s
 
 
 def _untold(metrics: Mapping[str, Any]) -> str | None:
-    """The predictive that a network's is worse than by most, and by what would be worth a warning; None where there is none."""
+    """Return the predictive that beats a network posterior by the most; None if no gap is worth a warning."""
     from bnncli.evaluation.recommendation import WORSE_SHARE
 
     is_of_network = (metrics.get("cost") or {}).get("through") == "network"
@@ -309,13 +313,13 @@ def _warning(
 
 
 def _sentence(remedies: Sequence[str]) -> str:
-    """What to do, as one sentence: any of these."""
+    """Return the remedies as one sentence of alternatives."""
     text = ", or ".join(remedies)
     return f"{text[:1].upper()}{text[1:]}"
 
 
 def val_line(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """NLL and ECE of each predictive, for people, the best first."""
+    """Return NLL and ECE of each predictive as a line, best first."""
     found = []
     for key, entry in sorted(entries.items(), key=lambda item: float(item[1]["nll"])):
         by = f" at {entry['temperature']:.3g}" if "temperature" in entry else ""
@@ -329,10 +333,10 @@ def _draws(entry: Mapping[str, Any]) -> str:
 
 
 def val_lines(metrics: Mapping[str, Any], *, where: str = "") -> list[str]:
-    """What a posterior is worth on val, for people: NLL and ECE, what the gain comes from, and the integrator that predict takes.
+    """Return lines on a posterior's val performance: NLL and ECE, sources of the gain, and predict's integrator.
 
     Args:
-        where: what the numbers are of, where that is not val as it is.
+        where: what the numbers were measured on, if not the plain val split.
     """
     entries = metrics.get("val")
     if entries is None:
@@ -351,13 +355,13 @@ _STEPS = {"temperature": "one temperature", "head": "refitted head", "averaging"
 
 
 def gain_text(gain: Mapping[str, Any]) -> str:
-    """The shares of a gain over the network, nats an example, with standard errors."""
+    """Return the shares of the gain over the network as text, nats per example with standard errors."""
     shares = ", ".join(f"{_signed(gain[step])} from {words}" for step, words in _STEPS.items())
     return f"{shares} ({gain['integrator']})"
 
 
 def gain_table(headers: Mapping[str, Header]) -> list[Table]:
-    """A row for each posterior, by name, whose file says what its gain on val comes from; no table without any."""
+    """Return a table of the recorded gains on val by posterior name; empty without any."""
     gains = {name: header.meta.get("metrics", {}).get("val_gain") for name, header in headers.items()}
     rows = [
         [name, *(_signed(gain[step]) for step in _STEPS), gain["integrator"]] for name, gain in gains.items() if gain
@@ -383,7 +387,7 @@ def _against(metrics: Mapping[str, Any], reference: str) -> str:
 
 
 def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:
-    """What was measured to predict better, with its NLL: commands to run, or what they have made already."""
+    """Return what was measured to predict better, with NLL: commands to run, or their existing results."""
     entries = metrics["val"]
     found, integrator = [], metrics["recommended_integrator"]
     if integrator in worse:
@@ -399,7 +403,7 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
 
 
 def _to_scale(run: Run, base: str | None) -> str:
-    """What to do for the centre of a posterior, or the network, at its best temperature."""
+    """Return how to use the best temperature for a posterior's centre or the network."""
     for made in ("temperature", f"{base}-temperature"):
         if fresh_posterior(run, made, {"base": base}) is not None:
             return to_predict(run, made, "plug-in", is_default=True)
@@ -408,7 +412,7 @@ def _to_scale(run: Run, base: str | None) -> str:
 
 
 def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, key: str) -> ScoredPredictive:
-    """A posterior by an integrator, as predict gives it, scored on val under a name."""
+    """Score a posterior by an integrator on val under a name, as predict would."""
     from bnncli.evaluation.recommendation import score_predictive
 
     assert val.content.labels is not None
@@ -416,12 +420,12 @@ def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, 
 
 
 def predicted_on(run: Run, posterior: Any, split: Split, integrator: str) -> NDArray:
-    """Class probabilities (N, C) of a split, labelled or not, as predict gives them by default."""
+    """Return class probabilities (N, C) of a split, labelled or not, by predict's defaults."""
     return _predicted(run, posterior, split, integrator)[0]
 
 
 def temperature_on_val(run: Run, val: Split) -> ScoredPredictive | None:
-    """The network at the temperature that val prefers, by its losses held out; None where val sets no lower bound."""
+    """Score the network on val at val's best temperature by held-out losses; None if val sets no lower bound."""
     from bnncli.posteriors.point import Point
 
     head = val.head()
@@ -432,7 +436,7 @@ def temperature_on_val(run: Run, val: Split) -> ScoredPredictive | None:
 
 
 def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
-    """Probabilities (N, C) as predict gives them, and by what."""
+    """Return probabilities (N, C) as predict gives them, and the integrator's details."""
     if isinstance(posterior, OutOfFold):
         probs = np.empty((len(val.stored), posterior.whole.layout.num_classes), dtype=np.float32)
         how: dict[str, Any] = {}
@@ -452,7 +456,7 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
 
 
 def _num_draws(posterior: Any, integrator: Integrator) -> int | None:
-    """How many draws predict by default: all that the posterior has, where it has some; None without draws."""
+    """Return the default number of draws for predict: all stored ones, if any; None without draws."""
     is_last_layer = posterior.layout.network is None
     size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
     if size is None or posterior.type == "samples":
@@ -461,7 +465,7 @@ def _num_draws(posterior: Any, integrator: Integrator) -> int | None:
 
 
 def logits_on_val(run: Run, posterior: Any, val: Split) -> Tensor:
-    """Logits (N, K) at the centre of a posterior, or of its folds, on the device."""
+    """Return logits (N, K) at the centre of a posterior or of its folds, on the device."""
     from bnncli.posteriors.point import Point
 
     if isinstance(posterior, OutOfFold):
@@ -474,9 +478,10 @@ def logits_on_val(run: Run, posterior: Any, val: Split) -> Tensor:
 def _at_best_temperature(
     run: Run, posterior: Any, val: Split, key: str
 ) -> tuple[ScoredPredictive, dict[str, Any]] | None:
-    """The centre of a posterior divided by the temperature that val prefers, scored by its losses held out.
+    """Score a posterior's centre at val's best temperature by held-out losses.
 
-    None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
+    None if val sets no lower bound, because every label has the largest logit: its losses of 0 say nothing about
+    other data.
     """
     from bnncli.evaluation.recommendation import score_predictive
     from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses

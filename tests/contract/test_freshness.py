@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands.test_auto import separable
 from contract.test_unreadable_inputs import refuse
 from forged import forge
 from kills import is_stopped, run_stopped_once, start
 from problems.command_line import Cli, new_run
-from commands.test_auto import separable
 
 import bnncli
 from bnncli.artifacts.run_folder import artifact_lock
