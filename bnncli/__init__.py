@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bnncli.api.run import OpenedRun
 
-__all__ = ["errors"]  # not `open`: Python's own is not to be hidden by an import of all
+__all__ = ["errors"]  # not `open`, so that a star import does not hide Python's own
 __version__ = "0.1.0"
 
 

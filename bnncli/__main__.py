@@ -1,4 +1,4 @@
-"""The `bnncli` command: keeps stdout for results, then runs the command line."""
+"""The `bnncli` command: reserve stdout for results, then run the command line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from bnncli.system import signals
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
-    signals.install_handlers()  # before the slow imports: an early Ctrl-C is as orderly as a late one
+    signals.install_handlers()  # before the slow imports, so that an early Ctrl-C is handled
     results = _claim_stdout()
-    # Idle OpenMP threads that spin make a busy machine crawl: five times slower with one core taken, measured; a short
-    # spin costs nothing on an idle one. Read when torch is imported.
+    # Spinning OpenMP threads slow down a busy machine: five times with one core taken, measured. A short spin costs
+    # nothing on an idle one. Read when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # The same of OpenBLAS's, read when NumPy is imported: 2^18 cycles in place of 2^26, a tenth of a CPU second in every run.
+    # The same for OpenBLAS, read when NumPy is imported: 2^18 instead of 2^26 cycles save 0.1 CPU seconds per run.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
-    # NumPy's products are small, and round alike for any number of cores only by one thread; torch's are where the work is.
+    # With one thread, NumPy's products round the same for any number of cores. They are small; the work is in torch.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Large blocks, which are new pages each time (machine.memory), are asked for in huge ones where the system has them on request:
-    # without, a fit of a network took half as long again.
+    # Large blocks use new pages each time (system.memory). Request huge pages where the system offers them: without
+    # them, a network fit took half as long again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from bnncli.cli.execute import run_command_line
     from bnncli.system.memory import keep_freed_blocks
@@ -34,12 +34,12 @@ def main() -> None:
         sys.stderr.flush()
     except (OSError, ValueError):
         code = code or 141
-    # Where a signal has left a factorisation behind, the interpreter must not be taken apart under it.
+    # A factorisation abandoned after a signal may still be running: skip the interpreter's teardown.
     os._exit(code) if code == 141 or signals.has_abandoned_work() else sys.exit(code)
 
 
 def _claim_stdout() -> TextIO:
-    """A stream on the real stdout; descriptor 1 itself becomes stderr, so that stray prints never reach a pipe."""
+    """Return a stream on the real stdout and redirect descriptor 1 to stderr, so that stray prints never reach a pipe."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

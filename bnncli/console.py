@@ -1,7 +1,7 @@
-"""What a person sees while a command runs: log lines, warnings, progress; all on stderr.
+"""Log lines, warnings and progress of a running command, all on stderr.
 
-On a terminal progress is a bar; elsewhere it is a log line after the first second, at the end, and every 30 seconds or
-5 %, whichever is rarer, so that a long job in cron does not look dead and does not flood its log.
+On a terminal, progress is a bar. Elsewhere it is a log line after the first second, at the end, and every 30 seconds or
+5 %, whichever is rarer, so that a long cron job neither looks dead nor floods its log.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LOG_EVERY_SHARE = 0.05
 
 @dataclass
 class Console:
-    """The one place that writes to stderr. Collects warnings, for the JSON result and for provenance."""
+    """The only writer to stderr. Collects warnings for the JSON result and the provenance."""
 
     command: str
     options: CommonOptions
     warnings: list[str] = field(default_factory=list)
-    is_terminal: bool = field(init=False)  # asked once: a live bar stands in for stderr, and may deny it
+    is_terminal: bool = field(init=False)  # checked once, because a live bar replaces stderr
     _file: TextIO | None = None
     _rich: Any = None
     _live: Any = None
@@ -46,38 +46,38 @@ class Console:
             self._file = open(self.options.log_file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
 
     def debug(self, text: str) -> None:
-        """A line for -v."""
+        """Write a line if -v is given."""
         if self.options.verbose >= 1:
             self._line("DEBUG", text)
 
     def info(self, text: str) -> None:
-        """A line that -q silences."""
+        """Write a line unless -q is given."""
         self._line("INFO", spelled(text))
 
     def warn(self, text: str) -> None:
-        """A warning: shown unless -q, and kept for the result and the provenance."""
+        """Write a warning unless -q is given, and record it for the result and the provenance."""
         text = spelled(text)
         if text not in self.warnings:
             self.warnings.append(text)
             self._line("WARNING", text)
 
     def error(self, error: BnnError) -> None:
-        """The error as its two last lines: what is wrong, and what to do."""
+        """Write the error and its hint as the last two lines."""
         self._line("ERROR", error.message)
         if error.hint:
             self._line("HINT", error.hint)
 
     def traceback(self, error: BaseException) -> None:
-        """Where an exception came from; its text may be a file's, and is escaped as every other line."""
+        """Write a traceback, escaped like every other line."""
         for line in "".join(traceback.format_exception(error)).splitlines():
             self._write(printable(spelled(line)))
 
     def poll(self, where: str = "") -> None:
-        """Raise Interrupted when a signal has come."""
+        """Raise Interrupted if a signal has arrived."""
         signals.raise_if_interrupted(where)
 
     def task(self, name: str, total: int) -> Task:
-        """A task of the progress protocol, drawn or logged as --progress says."""
+        """Open a progress task, shown according to --progress."""
         style = self.options.progress
         if style == "auto":
             style = "bar" if self.is_terminal else "log"
@@ -86,7 +86,7 @@ class Console:
         return _BarTask(self, name, total) if style == "bar" else _LogTask(self, name, total)
 
     def bar(self) -> Any:
-        """The live rich bar of this command, started on first use."""
+        """Return the command's live rich bar, started on first use."""
         if self._live is None:
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -105,13 +105,13 @@ class Console:
         return self._live
 
     def stop_bar(self) -> None:
-        """Take the bar off the screen."""
+        """Remove the bar from the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def close(self) -> None:
-        """Take the bar off the screen and close the log file."""
+        """Remove the bar and close the log file."""
         self.stop_bar()
         if self._file is not None:
             self._file.close()
@@ -140,7 +140,7 @@ class Console:
         return f"{stamp} {level} {self.command} {text}"
 
     def _write(self, line: str) -> None:
-        """One line on stderr; a closed or broken stderr never stops the work."""
+        """Write a line to stderr, ignoring a closed or broken stderr."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if self._live is not None:
                 self._rich.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -150,7 +150,7 @@ class Console:
 
 
 def _can_redraw(stream: TextIO) -> bool:
-    """True of a terminal that can redraw lines, outside CI."""
+    """Return whether the stream is a terminal that can redraw lines, outside CI."""
     with contextlib.suppress(ValueError, AttributeError):
         return stream.isatty() and os.environ.get("TERM") != "dumb" and "CI" not in os.environ
     return False
@@ -198,10 +198,10 @@ class _LogTask:
             return
         elapsed = now - self._start
         if is_last and elapsed < FIRST_LOG_SECONDS:
-            return  # too short a loop to be worth a line
+            return  # too short a loop to log
         self._last_time, self._last_done = now, self._done
         remaining = elapsed * (self._total - self._done) / self._done if self._total and self._done else 0.0
         tail = f"took={elapsed:.0f}s" if is_last else f"eta={remaining:.0f}s"
-        if is_unbegun:  # of nothing that is done yet no end can be told
+        if is_unbegun:  # no estimate before the first step
             tail = f"after={elapsed:.0f}s"
         self._console.info(f"{self._name} {self._done}/{self._total or '?'} {note + ' ' if note else ''}{tail}")

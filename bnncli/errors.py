@@ -1,7 +1,7 @@
-"""Every error bnncli raises on purpose, each with its exit code and a stable machine-readable name.
+"""Errors that bnncli raises on purpose, each with an exit code and a stable machine-readable name.
 
-A message says what was expected, what came and what to do. `code` is the stable name that `--json` reports;
-the text of a message may change, the code does not. 65 to 78 are the values of BSD sysexits.h.
+A message states what was expected, what was found and what to do. `code` is the name that `--json` reports; it is
+stable, the text is not. 65 to 78 are the values of BSD sysexits.h.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 from enum import IntEnum
 from pathlib import Path
 
-DAMAGED_HINT = "delete it, and run the command that created it again"  # of an artifact, where nobody knows that command
-ELSEWHERE = "choose another place"  # as a hint: the command line adds by which of its options
+DAMAGED_HINT = "delete it, and run the command that created it again"  # for an artifact whose command is unknown
+ELSEWHERE = "choose another place"  # as a hint; the command line adds the options
 
 
 class Exit(IntEnum):
-    """The exit codes of every command; a signal n exits with 128 + n."""
+    """Exit codes of every command; signal n exits with 128 + n."""
 
     OK = 0
     BUG = 1
@@ -34,14 +34,14 @@ class Exit(IntEnum):
 
 
 class BnnError(Exception):
-    """An expected failure: one clear line, an optional hint (a command to run), an exit code.
+    r"""An expected failure: a one-line message, an optional hint, an exit code.
 
     Args:
-        message: what was expected, what came. An option is meant by its field between two NULs, as \\0prior_precision\\0,
-            which no name of a file can hold: below the stages nothing knows a command line, which writes --prior-precision.
-        hint: what to do, best a command that can be pasted; fields as in the message.
-        code: stable name for scripts; the class's own when not given.
-        path: the file that the error is about.
+        message: what was expected and what was found. Options are written as their field between two NULs, such as
+            \0prior_precision\0, which no file name can contain; the command line writes --prior-precision.
+        hint: what to do, preferably a command to paste; options as in the message.
+        code: stable name for scripts; the class's default if omitted.
+        path: file that the error is about.
     """
 
     exit: int = Exit.BUG
@@ -63,14 +63,14 @@ class BnnError(Exception):
 
     @property
     def advice(self) -> str:
-        """The hint as the end of a line: "; run: bnncli ..." for a command, "; free space"; empty without one."""
+        """The hint as the end of a line: "; run: bnncli ..." for a command, "; free space", or empty."""
         if not self.hint:
             return ""
         return f"; run: {self.hint}" if self.hint.startswith("bnncli ") else f"; {self.hint}"
 
 
 class BnnWarning(UserWarning):
-    """What a command would warn of, said to Python."""
+    """A warning issued through Python's warnings."""
 
 
 class UsageError(BnnError):
@@ -81,14 +81,14 @@ class UsageError(BnnError):
 
 
 class CheckFailed(BnnError):
-    """The command ran well and its verdict is negative."""
+    """The command succeeded and a check failed."""
 
     exit = Exit.CHECK
     default_code = "check_failed"
 
 
 class DataError(BnnError):
-    """An input is corrupt, of the wrong kind, not finite, or does not belong with the others."""
+    """An input is corrupt, of the wrong kind, not finite, or inconsistent with the others."""
 
     exit = Exit.DATA
     default_code = "bad_data"
@@ -102,7 +102,7 @@ class MissingInput(BnnError):
 
 
 class DeviceError(BnnError):
-    """The device asked for is absent, or the machine lacks what the command takes: memory, open files."""
+    """The requested device is missing, or the machine lacks memory or open files."""
 
     exit = Exit.DEVICE
     default_code = "device"
@@ -116,7 +116,7 @@ class NumericError(BnnError):
 
 
 class OutputExists(BnnError):
-    """The output is there and differs, or its folder cannot be written."""
+    """The output exists and differs, or its folder is not writable."""
 
     exit = Exit.EXISTS
     default_code = "exists"
@@ -130,7 +130,7 @@ class WriteError(BnnError):
 
 
 class ReadError(BnnError):
-    """Reading failed: an input/output error of the disk or the network, which says nothing about the file's content."""
+    """Reading failed with an input/output error, which says nothing about the file's content."""
 
     exit = Exit.IO
     default_code = "read_failed"
@@ -167,28 +167,28 @@ class Interrupted(BnnError):
         self.exit = 128 + signum
 
     def __reduce__(self) -> tuple[object, ...]:
-        """How it travels to other processes."""
+        """Support pickling, to send the error to other processes."""
         return type(self), (self.exit - 128, self.message), self.__dict__
 
 
 def bug(error: BaseException) -> BnnError:
-    """The error for an exception that nobody expected."""
+    """Return the error for an unexpected exception."""
     return BnnError(f"{type(error).__name__}: {error}", hint="this is a bug in bnncli; please report it")
 
 
 def left_by(error: SystemExit) -> UsageError:
-    """The error for code of the user's that ends the process."""
+    """Return the error for user code that exits the process."""
     return UsageError(f"user code called exit({error.code!r})")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# What came of the machine or of the user while a file was read: it says nothing of what is in the file.
+# Errors while reading a file that the machine or the user caused, not the file's content.
 NOT_OF_CONTENT = (ReadError, DeviceError, Interrupted)
 
 
 def resource_error(error: OSError, where: str = "") -> DeviceError | None:
-    """The error for a machine that lacks memory or open files; None for every other error of the operating system."""
+    """Return the error for lack of memory or open files; None for any other OSError."""
     place = f"{where}: " if where else ""
     if error.errno == errno.ENOMEM:
         hint = "free memory, or use fewer rows, draws or chains"
@@ -200,12 +200,12 @@ def resource_error(error: OSError, where: str = "") -> DeviceError | None:
 
 
 def is_short_of_memory(error: BaseException) -> bool:
-    """Whether an allocation in the machine's own memory failed, as Python, NumPy or torch say it."""
+    """Return whether an allocation in main memory failed, in Python, NumPy or torch."""
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def machine_error(error: Exception) -> BnnError | None:
-    """What an error of the operating system, of memory or of a GPU that nobody expected means; None for any other."""
+    """Return the error for an unexpected failure of the operating system, memory or GPU; None for any other exception."""
     if isinstance(error, OSError):
         return _from_os_error(error)
     if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
@@ -222,11 +222,11 @@ def machine_error(error: Exception) -> BnnError | None:
 
 
 MORE_ADDRESSES = "raise the limit with ulimit -v"
-_NOT_MAPPED = ("failed to map segment", "annot allocate memory")  # what the loader of shared libraries says
+_NOT_MAPPED = ("failed to map segment", "annot allocate memory")  # messages of the shared library loader
 
 
 def _from_os_error(error: OSError) -> BnnError:
-    """What an error of the operating system means; those of files that are read are known before."""
+    """Return the error for an OSError; callers handle errors of input files first."""
     name = str(error.filename) if error.filename is not None else "writing or reading a file"
     if (resource := resource_error(error, name)) is not None:
         return resource

@@ -1,7 +1,7 @@
-"""Libraries that take long to import, imported when they are first used: a command with nothing to do need not wait for them.
+"""Import slow libraries on first use, so that quick commands start fast.
 
-Modules that commands decide with take them from here, `from bnncli.lazy import torch` in place of `import torch`. Annotations
-are no use of a library: their names are imported under TYPE_CHECKING.
+Modules that commands import for decisions use `from bnncli.lazy import torch` instead of `import torch`. Names used
+only in annotations are imported under TYPE_CHECKING.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from scipy import sparse as sparse
     from scipy import special as special
 else:
-    # SciPy's OpenBLAS takes a buffer when it is loaded, and without room for it tries again for ever, deaf to signals.
-    _SCIPY_BYTES = 80 << 20  # 67 MiB measured, with the libraries themselves
+    # SciPy's OpenBLAS allocates a buffer on load; without room it retries forever and ignores signals.
+    _SCIPY_BYTES = 80 << 20  # 67 MiB measured, including the libraries
 
     def _require_addresses(name: str) -> None:
-        """Raise DeviceError where the limit of addresses (ulimit -v) leaves no room for a part of SciPy."""
+        """Raise DeviceError if the address limit (ulimit -v) leaves no room for a part of SciPy."""
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit == resource.RLIM_INFINITY or name in sys.modules:
             return
@@ -41,7 +41,7 @@ else:
                 )  # fmt: skip
 
     class _Later:
-        """A module that is imported when something of it is asked for."""
+        """A module that is imported on first attribute access."""
 
         def __init__(self, name: str) -> None:
             self.__name__ = name
@@ -50,7 +50,7 @@ else:
             if self.__name__.startswith("scipy."):
                 _require_addresses(self.__name__)
             module = importlib.import_module(self.__name__)
-            # From now on what is in the module is found at once, and what is replaced there is replaced here.
+            # Share the module's namespace: later look-ups are direct, and patches of either apply to both.
             self.__dict__ = module.__dict__
             return getattr(module, attribute)
 
@@ -60,7 +60,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def no_grad(function: Function) -> Function:
-    """Return the function run under torch.no_grad, which would import torch where it decorates."""
+    """Run a function under torch.no_grad without importing torch at decoration."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Likelihoods of labels given logits: log p(y | logits), its derivatives, and class probabilities.
 
-One each for classes (softmax), two classes by one logit (sigmoid), and several labels per example (independent sigmoids).
+One class each for exclusive classes (softmax), two classes with one logit (sigmoid), and several labels per example
+(independent sigmoids).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Categorical:
-    """K >= 2 classes by as many logits; its methods are those of bnncli.likelihoods.Likelihood."""
+    """K >= 2 classes with one logit each; see `Likelihood` for the methods."""
 
     num_outputs: int
     name: ClassVar[str | None] = None
@@ -37,25 +38,25 @@ class Categorical:
 
     @property
     def num_pairs(self) -> int:
-        """K (K - 1) / 2, the pairs k < l."""
+        """K (K - 1) / 2, the number of pairs k < l."""
         return self.num_outputs * (self.num_outputs - 1) // 2
 
     def output_names(self, classes: list[str]) -> list[str]:
-        """The classes' own."""
+        """Return the class names."""
         return classes
 
     def indicators(self, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """(K, n): one where an example's label is that output."""
+        """Return one-hot labels, (K, n)."""
         zeros = torch.zeros(self.num_outputs, labels.shape[0], dtype=dtype, device=labels.device)
         return zeros.scatter_(0, labels.unsqueeze(0), 1.0)
 
     def log_normalizers_(self, logits: Tensor) -> Tensor:
-        """log sum_k exp(f_k), (S, n)."""
+        """Return log sum_k exp(f_k), (S, n)."""
         largest = logits.amax(dim=0)
         return logits.sub_(largest).exp_().sum(dim=0).log_().add_(largest)
 
     def normalize_(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """log sum_k exp(f_k), (S, n), and the softmax (K, S, n)."""
+        """Return log sum_k exp(f_k), (S, n), and the softmax (K, S, n)."""
         largest = logits.amax(dim=0)
         probabilities = logits.sub_(largest).exp_()
         total = probabilities.sum(dim=0)
@@ -63,84 +64,84 @@ class Categorical:
         return total.log_().add_(largest), probabilities
 
     def hessian_diagonal(self, probabilities: Tensor) -> Tensor:
-        """p_k (1 - p_k)."""
+        """Return p_k (1 - p_k)."""
         return probabilities * (1 - probabilities)
 
     def hessian_sum(self, probabilities: Tensor) -> Tensor:
-        """sum_n (diag(p) - p p^T)."""
+        """Return sum_n (diag(p) - p p^T)."""
         return (probabilities.sum(dim=1).diag() - probabilities @ probabilities.T).double()
 
     def hessian_pairs(self, probabilities: Tensor) -> Tensor:
-        """p_k p_l for each pair k < l."""
+        """Return p_k p_l for each pair k < l."""
         size = self.num_outputs
         first, second = torch.triu_indices(size, size, 1, device=probabilities.device)
         return probabilities[first] * probabilities[second]
 
     def hessian_root(self, probabilities: Tensor) -> Tensor:
-        """Columns sqrt(p_m) (e_m - p), (K, K, n)."""
+        """Return columns sqrt(p_m) (e_m - p), (K, K, n)."""
         identity = torch.eye(self.num_outputs, dtype=probabilities.dtype, device=probabilities.device)
         return (identity.unsqueeze(2) - probabilities.unsqueeze(1)) * probabilities.sqrt()
 
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
-        """(diag(p) - p p^T) u = p (u - p . u)."""
+        """Return (diag(p) - p p^T) u = p (u - p . u)."""
         mean = (probabilities * vectors).sum(dim=0)
         return vectors.sub_(mean).mul_(probabilities)
 
     def class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """The logits as they are."""
+        """Return the logits unchanged."""
         return logits
 
     def balanced_class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """The logits as they are."""
+        """Return the logits unchanged."""
         return logits
 
     def class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """The softmax."""
+        """Return the softmax."""
         return torch.softmax(logits, dim=dim)
 
     def log_class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """Its logarithm."""
+        """Return the log softmax."""
         return torch.log_softmax(logits, dim=dim)
 
     def entropy_terms(self, logits: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
-        """The softmax p, and p log p."""
+        """Return the softmax p, and p log p."""
         log_probs = self.log_class_probabilities(logits, dim=dim)
         probs = log_probs.exp()
         return probs, log_probs.mul_(probs)
 
     def log_partitions(self, logits: Tensor) -> Tensor:
-        """log sum_k exp(f_k)."""
+        """Return log sum_k exp(f_k)."""
         return torch.logsumexp(logits, dim=1)
 
     def log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Minus the cross entropy."""
+        """Return minus the cross entropy."""
         target = labels.expand(logits.shape[0], -1)
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
         return -losses.view(logits.shape[0], -1)
 
     def sharp_log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """-softplus of what speaks against the label: log sum_{k != y} exp(f_k) - f_y."""
+        """Return -softplus(log sum_{k != y} exp(f_k) - f_y)."""
         index = labels.view(1, 1, -1).expand(1, *logits.shape[1:])
         own = logits.gather(0, index)[0]
         others = logits.scatter(0, index, -torch.inf).logsumexp(dim=0)
         return -torch.nn.functional.softplus(others - own)
 
     def decision_logs(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """log p of the label, as its logit less the normaliser, (1, S, n)."""
+        """Return log p of the label, its logit minus the normaliser, (1, S, n)."""
         label_logits = (logits * self.indicators(labels, logits.dtype).unsqueeze(1)).sum(dim=0)
         return (label_logits - self.log_normalizers_(logits)).unsqueeze(0)
 
     def margins(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """f_k - f_y."""
+        """Return f_k - f_y."""
         block = logits.double()
         return block - block.gather(1, labels.unsqueeze(1))
 
     def losses(self, logits: Tensor, labels: Tensor, scale: float | Tensor) -> Tensor:
-        """log sum_k exp(scale (f_k - f_y))."""
+        """Return log sum_k exp(scale (f_k - f_y))."""
         return torch.logsumexp(scale * self.margins(logits, labels), dim=1)
 
     def loss_derivatives(self, logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the margins under the softmax."""
+        """Return mean and variance of the margins under the softmax."""
         margins = self.margins(logits, labels)
         probs = torch.softmax(scale * margins, dim=1)
         mean = (probs * margins).sum(dim=1)
@@ -152,7 +153,7 @@ _TWO = Categorical(2)
 
 @dataclass(frozen=True)
 class Bernoulli:
-    """The logit of label 1 against label 0; its methods are those of bnncli.likelihoods.Likelihood."""
+    """Two classes with one logit, that of label 1 against label 0; see `Likelihood` for the methods."""
 
     name: ClassVar[str | None] = None
     num_outputs: ClassVar[int] = 1
@@ -162,100 +163,100 @@ class Bernoulli:
     is_exclusive: ClassVar[bool] = True
 
     def output_names(self, classes: list[str]) -> list[str]:
-        """The one output is no class."""
+        """Return a generic name, since the output is not a class."""
         return ["logit"]
 
     def indicators(self, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """(1, n): the labels themselves."""
+        """Return the labels, (1, n)."""
         return labels.to(dtype).unsqueeze(0)
 
     def log_normalizers_(self, logits: Tensor) -> Tensor:
-        """log(1 + exp(f)), (S, n)."""
+        """Return log(1 + exp(f)), (S, n)."""
         return torch.nn.functional.softplus(logits[0])
 
     def normalize_(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """log(1 + exp(f)), (S, n), and sigma(f), (1, S, n)."""
+        """Return log(1 + exp(f)), (S, n), and sigma(f), (1, S, n)."""
         return torch.nn.functional.softplus(logits[0]), torch.sigmoid(logits)
 
     def hessian_diagonal(self, probabilities: Tensor) -> Tensor:
-        """p (1 - p)."""
+        """Return p (1 - p)."""
         return probabilities * (1 - probabilities)
 
     def hessian_sum(self, probabilities: Tensor) -> Tensor:
-        """sum_n p (1 - p)."""
+        """Return sum_n p (1 - p)."""
         return self.hessian_diagonal(probabilities).sum(dim=1, keepdim=True).double()
 
     def hessian_pairs(self, probabilities: Tensor) -> Tensor:
-        """p (1 - p)."""
+        """Return p (1 - p)."""
         return self.hessian_diagonal(probabilities)
 
     def hessian_root(self, probabilities: Tensor) -> Tensor:
-        """sqrt(p (1 - p)), (1, 1, n)."""
+        """Return sqrt(p (1 - p)), (1, 1, n)."""
         return self.hessian_diagonal(probabilities).sqrt().unsqueeze(0)
 
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
-        """p (u - p u)."""
+        """Return p (u - p u)."""
         return vectors.sub_(probabilities * vectors).mul_(probabilities)
 
     def class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """[0, f]: the first class is the reference."""
+        """Return [0, f]; the first class is the reference."""
         return torch.cat([torch.zeros_like(logits), logits], dim=dim)
 
     def balanced_class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """[-f/2, f/2]: of all pairs with that difference the one without a common offset."""
+        """Return [-f/2, f/2], the pair with that difference and no common offset."""
         return torch.cat([-logits / 2, logits / 2], dim=dim)
 
     def class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """[1 - p, p]."""
+        """Return [1 - p, p]."""
         return _TWO.class_probabilities(self.class_logits(logits, dim=dim), dim=dim)
 
     def log_class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """[log(1 - p), log p]."""
+        """Return [log(1 - p), log p]."""
         return _TWO.log_class_probabilities(self.class_logits(logits, dim=dim), dim=dim)
 
     def entropy_terms(self, logits: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
-        """Those of [0, f]."""
+        """Return the terms of [0, f]."""
         return _TWO.entropy_terms(self.class_logits(logits, dim=dim), dim=dim)
 
     def log_partitions(self, logits: Tensor) -> Tensor:
-        """log(exp(-f/2) + exp(f/2))."""
+        """Return log(exp(-f/2) + exp(f/2))."""
         return torch.logsumexp(self.balanced_class_logits(logits, dim=1), dim=1)
 
     def log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """log sigma(f) of label 1, log sigma(-f) of label 0."""
+        """Return log sigma(f) for label 1 and log sigma(-f) for label 0."""
         return _log_sigmoid(logits[..., 0], labels)
 
     def sharp_log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The same: it keeps all digits as it is."""
+        """Return log sigma(f) or log sigma(-f), which keeps all digits."""
         return _log_sigmoid(logits[0], labels)
 
     def decision_logs(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """log p of the label, as its logit less the normaliser, (1, S, n)."""
+        """Return log p of the label, its logit minus the normaliser, (1, S, n)."""
         label_logits = (logits * self.indicators(labels, logits.dtype).unsqueeze(1)).sum(dim=0)
         return (label_logits - self.log_normalizers_(logits)).unsqueeze(0)
 
     def margins(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Those of [0, f]."""
+        """Return the margins of [0, f]."""
         return _TWO.margins(self.class_logits(logits, dim=1), labels)
 
     def losses(self, logits: Tensor, labels: Tensor, scale: float | Tensor) -> Tensor:
-        """Those of [0, f]."""
+        """Return the losses of [0, f]."""
         return _TWO.losses(self.class_logits(logits, dim=1), labels, scale)
 
     def loss_derivatives(self, logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Those of [0, f]."""
+        """Return the derivatives for [0, f]."""
         return _TWO.loss_derivatives(self.class_logits(logits, dim=1), labels, scale)
 
 
 def _log_sigmoid(logit: Tensor, labels: Tensor) -> Tensor:
-    """-softplus of what speaks against the label: -f for label 1, f for label 0."""
+    """Return -softplus(-f) for label 1 and -softplus(f) for label 0."""
     signs = (2 * labels - 1).to(logit.dtype)
     return -torch.nn.functional.softplus(-logit * signs)
 
 
 @dataclass(frozen=True)
 class Multilabel:
-    """L >= 2 labels by as many logits; its methods are those of bnncli.likelihoods.Likelihood, its classes are the labels."""
+    """L >= 2 labels with one logit each; the classes are the labels. See `Likelihood` for the methods."""
 
     num_outputs: int
     name: ClassVar[str | None] = "multilabel"
@@ -277,109 +278,110 @@ class Multilabel:
         return self.num_outputs
 
     def output_names(self, classes: list[str]) -> list[str]:
-        """The labels' own."""
+        """Return the label names."""
         return classes
 
     def indicators(self, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """(L, n): the labels themselves."""
+        """Return the labels, (L, n)."""
         return labels.T.to(dtype).contiguous()
 
     def log_normalizers_(self, logits: Tensor) -> Tensor:
-        """sum_l log(1 + exp(f_l)), (S, n)."""
+        """Return sum_l log(1 + exp(f_l)), (S, n)."""
         return torch.nn.functional.softplus(logits).sum(dim=0)
 
     def normalize_(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """sum_l log(1 + exp(f_l)), (S, n), and sigma(f), (L, S, n)."""
+        """Return sum_l log(1 + exp(f_l)), (S, n), and sigma(f), (L, S, n)."""
         return torch.nn.functional.softplus(logits).sum(dim=0), logits.sigmoid_()
 
     def hessian_diagonal(self, probabilities: Tensor) -> Tensor:
-        """p_l (1 - p_l)."""
+        """Return p_l (1 - p_l)."""
         return probabilities * (1 - probabilities)
 
     def hessian_sum(self, probabilities: Tensor) -> Tensor:
-        """diag(sum_n p_l (1 - p_l))."""
+        """Return diag(sum_n p_l (1 - p_l))."""
         return self.hessian_diagonal(probabilities).sum(dim=1).double().diag()
 
     def hessian_pairs(self, probabilities: Tensor) -> Tensor:
-        """p_l (1 - p_l)."""
+        """Return p_l (1 - p_l)."""
         return self.hessian_diagonal(probabilities)
 
     def hessian_root(self, probabilities: Tensor) -> Tensor:
-        """diag(sqrt(p_l (1 - p_l))), (L, L, n)."""
+        """Return diag(sqrt(p_l (1 - p_l))), (L, L, n)."""
         return self.hessian_diagonal(probabilities).sqrt().T.diag_embed().permute(1, 2, 0)
 
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
-        """p_l (1 - p_l) u_l."""
+        """Return p_l (1 - p_l) u_l."""
         return vectors.sub_(probabilities * vectors).mul_(probabilities)
 
     def class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """The logits as they are: each is that of a label against its absence."""
+        """Return the logits unchanged; each is that of a label against its absence."""
         return logits
 
     def balanced_class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """The logits as they are."""
+        """Return the logits unchanged."""
         return logits
 
     def class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """sigma(f)."""
+        """Return sigma(f)."""
         return torch.sigmoid(logits)
 
     def log_class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """log sigma(f)."""
+        """Return log sigma(f)."""
         return torch.nn.functional.logsigmoid(logits)
 
     def entropy_terms(self, logits: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
-        """sigma(f), and p log p + (1 - p) log(1 - p) of each label: -log(1 + e^-|f|) - |f| sigma(-|f|)."""
+        """Return sigma(f), and p log p + (1 - p) log(1 - p) of each label: -log(1 + e^-|f|) - |f| sigma(-|f|)."""
         size = logits.abs()
         terms = size.mul(torch.sigmoid(-size)).add_(torch.nn.functional.softplus(-size)).neg_()
         return torch.sigmoid(logits), terms
 
     def log_partitions(self, logits: Tensor) -> Tensor:
-        """sum_l log(1 + exp(f_l)), the joint energy with its sign turned: Wang et al. (2021), arXiv 2109.14162."""
+        """Return sum_l log(1 + exp(f_l)), the negative joint energy of Wang et al. (2021), arXiv:2109.14162."""
         return torch.nn.functional.softplus(logits).sum(dim=1)
 
     def log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """sum_l log p of label l being there or not."""
+        """Return sum_l log p of the presence or absence of label l."""
         return -torch.nn.functional.softplus(_against(logits, labels)).sum(dim=-1)
 
     def sharp_log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The same: it keeps all digits as it is."""
+        """Return sum_l log p of the presence or absence of label l, with all digits."""
         return self.decision_logs(logits, labels).sum(dim=0)
 
     def decision_logs(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """log p of each label being there or not, (L, S, n)."""
+        """Return log p of the presence or absence of each label, (L, S, n)."""
         return -torch.nn.functional.softplus(_against(logits, labels.T.unsqueeze(1)))
 
     def margins(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """How far each label's logit lies on the wrong side of 0: f where it is not there, -f where it is."""
+        """Return how far each logit lies on the wrong side of 0: f if the label is absent, -f if it is present."""
         return _against(logits.double(), labels)
 
     def losses(self, logits: Tensor, labels: Tensor, scale: float | Tensor) -> Tensor:
-        """The mean over the labels of log(1 + exp(scale times the margin))."""
+        """Return the mean over labels of log(1 + exp(scale * margin))."""
         margins = scale * self.margins(logits, labels)
         return torch.logaddexp(margins, torch.zeros_like(margins)).mean(dim=1)
 
     def loss_derivatives(self, logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Means over the labels of m sigma(s m) and m^2 sigma(s m) sigma(-s m), m the margins and s the scale."""
+        """Return means over labels of m sigma(s m) and m^2 sigma(s m) sigma(-s m), with margins m and scale s."""
         margins = self.margins(logits, labels)
         probs = torch.sigmoid(scale * margins)
         return (margins * probs).mean(dim=1), (margins.square() * probs * torch.sigmoid(-scale * margins)).mean(dim=1)
 
 
 def _against(logits: Tensor, labels: Tensor) -> Tensor:
-    """What speaks against each label: -f where it is there, f where it is not."""
+    """Return -f where the label is present and f where it is absent."""
     return torch.where(labels != 0, -logits, logits)
 
 
 class Likelihood(Protocol):
-    """log p(y | f) of a label y given K logits f: a class in 0..C-1, or where classes do not exclude each other zeros and ones (C,).
+    """log p(y | f) of labels y given K logits f.
 
-    In shapes (n,) of labels is (n, C) where they are such.
+    A label is a class in 0..C-1, or zeros and ones (C,) if classes are not exclusive; then shape (n,) of labels stands
+    for (n, C).
     """
 
     @property
     def name(self) -> str | None:
-        """What layouts are recorded with; None where the number of outputs says it."""
+        """Name recorded in layouts; None if the number of outputs determines the likelihood."""
 
     @property
     def num_outputs(self) -> int:
@@ -391,101 +393,103 @@ class Likelihood(Protocol):
 
     @property
     def num_pairs(self) -> int:
-        """M: pairs of outputs in whose terms the Hessian is told, see hessian_pairs."""
+        """M, the number of pairs of outputs in `hessian_pairs`."""
 
     @property
     def is_shift_invariant(self) -> bool:
-        """Whether a constant added to all logits changes nothing: only their differences matter, and a projection keeps those."""
+        """Return whether adding a constant to all logits changes nothing, so that only differences matter."""
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether an example has exactly one class, so that their probabilities sum to one; else each has its own."""
+        """Return whether each example has exactly one class, so that the probabilities sum to one."""
 
     def output_names(self, classes: list[str]) -> list[str]:
-        """A name for each output, of those of the classes."""
+        """Return a name for each output, given the class names."""
 
-    # Blocks of draws and examples: the value is the label's logit, sum_k indicator_k f_k, less the normaliser; its gradient
-    # with respect to the logits is indicators less probabilities.
+    # Blocks of draws and examples. The log likelihood is the label's logit, sum_k indicator_k f_k, minus the
+    # normaliser; its gradient in the logits is indicators minus probabilities.
 
     def indicators(self, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """(K, n): what each output would be if it were sure of the labels (n,)."""
+        """Return (K, n): the probabilities of the outputs if they were certain of the labels (n,)."""
 
     def log_normalizers_(self, logits: Tensor) -> Tensor:
-        """The logarithm of each example's normaliser, (S, n), from logits (K, S, n)."""
+        """Return the log normaliser of each example, (S, n), from logits (K, S, n)."""
 
     def normalize_(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log normalisers (S, n) and probabilities of the outputs (K, S, n) from logits (K, S, n)."""
+        """Return log normalisers (S, n) and output probabilities (K, S, n) from logits (K, S, n)."""
 
-    # The Hessian of -log p with respect to the logits, from the outputs' probabilities p (K, n). It does not depend on labels.
+    # The Hessian of -log p in the logits, from output probabilities p (K, n). It does not depend on the labels.
 
     def hessian_diagonal(self, probabilities: Tensor) -> Tensor:
-        """The Hessian's diagonal, (K, n)."""
+        """Return the diagonal of the Hessian, (K, n)."""
 
     def hessian_sum(self, probabilities: Tensor) -> Tensor:
-        """The Hessian summed over the examples, (K, K) float64."""
+        """Return the Hessian summed over examples, (K, K) float64."""
 
     def hessian_pairs(self, probabilities: Tensor) -> Tensor:
-        """All that the Hessian is made of, (M, n): where shift-invariant, minus its entries k < l (its rows sum to zero); else its
-        diagonal (it has no other entries)."""
+        """Return the numbers that determine the Hessian, (M, n).
+
+        If shift-invariant, minus its entries k < l (rows sum to zero); else its diagonal (all other entries are zero).
+        """
 
     def hessian_root(self, probabilities: Tensor) -> Tensor:
-        """R (K, M, n) with R R^T the Hessian of each example, M at most K."""
+        """Return R (K, M, n) with R R^T the Hessian of each example, M <= K."""
 
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
-        """The Hessian times vectors (K, S, n), which are overwritten, for probabilities (K, 1, n)."""
+        """Return the Hessian times vectors (K, S, n), which are overwritten, for probabilities (K, 1, n)."""
 
-    # Classes. `dim` is that of the outputs, and of the classes in what is returned.
+    # Classes. `dim` is the dimension of the outputs, and of the classes in the result.
 
     def class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """Logits whose softmax are the class probabilities; of classes that do not exclude each other, the sigmoid of each."""
+        """Return logits whose softmax gives the class probabilities; the sigmoid of each if classes are not exclusive."""
 
     def balanced_class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """The same, treating the classes alike: with no offset that a choice of the first class would bring."""
+        """Return class logits that treat the classes alike, without the offset of a reference class."""
 
     def class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """Probabilities of the classes, summing to one along dim where these exclude each other."""
+        """Return class probabilities, which sum to one along dim if the classes are exclusive."""
 
     def log_class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """Their logarithms."""
+        """Return log class probabilities."""
 
     def entropy_terms(self, logits: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
-        """The probabilities, and terms that sum to minus the entropy along dim: p log p, or that of each class and its absence."""
+        """Return p, and terms that sum to minus the entropy along dim: p log p, or p log p + (1 - p) log(1 - p)."""
 
     def log_partitions(self, logits: Tensor) -> Tensor:
-        """The logarithm of what balanced logits sum to, (n,), given logits (n, K): minus the energy."""
+        """Return the log partition function of the balanced logits, (n,), given logits (n, K): minus the energy."""
 
     # Labels.
 
     def log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """log p of labels (n,), (R, n), given logits (R, n, K); autograd passes through it quickly."""
+        """Return log p of labels (n,), (R, n), given logits (R, n, K); fast to differentiate."""
 
     def sharp_log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """log p of labels (n,), (S, n), given logits (K, S, n), all digits kept where the probability is near one."""
+        """Return log p of labels (n,), (S, n), given logits (K, S, n), accurate where the probability is near one."""
 
     def decision_logs(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """log p of each decision that an example asks for, (J, S, n), given logits (K, S, n), which may be overwritten.
+        """Return log p of each decision per example, (J, S, n), given logits (K, S, n), which may be overwritten.
 
-        J = 1, its class; or C, of each class whether it is there.
+        J = 1 for exclusive classes; else J = C, the presence of each class.
         """
 
     def margins(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """How far each class's logit lies above the label's (or on the wrong side), (n, C) float64, given logits (n, K)."""
+        """Return each logit minus the label's (or the distance to the wrong side), (n, C) float64, given logits (n, K)."""
 
     def losses(self, logits: Tensor, labels: Tensor, scale: float | Tensor) -> Tensor:
-        """-log p, the mean over decisions, of labels (n,) given logits (n, K) times scale, one or (n, 1): (n,) float64, nats."""
+        """Return -log p per decision, (n,) float64, nats, given logits (n, K), labels (n,) and a scale, (n, 1) or scalar."""
 
     def loss_derivatives(self, logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """First and second derivative of `losses` with respect to the scale, (n,) each."""
+        """Return the first and second derivative of `losses` in the scale, (n,) each."""
 
 
 MULTILABEL = str(Multilabel.name)
-BINARY = "binary"  # what a run without a network records of two classes that one logit tells apart
-TASKS = ("multiclass", BINARY, MULTILABEL)  # what people call the kinds of labels
+BINARY = "binary"  # recorded by a run without a network, for two classes with one logit
+TASKS = ("multiclass", BINARY, MULTILABEL)  # user-facing names of the kinds of labels
 
 
 @cache
 def likelihood_of(num_outputs: int, name: str | None = None) -> Likelihood:
-    """The likelihood of so many logits; None for the name where their number says it. Raises ValueError for an unknown name."""
+    """Return the likelihood by number of logits, or by name if given. Raises ValueError for an unknown name."""
     if name == MULTILABEL:
         return Multilabel(num_outputs)
     if name is not None:
@@ -494,18 +498,18 @@ def likelihood_of(num_outputs: int, name: str | None = None) -> Likelihood:
 
 
 def recorded_name(meta: Mapping[str, Any]) -> str | None:
-    """The name of the likelihood that an artifact records; None where the number of outputs says it."""
+    """Return the name of the likelihood recorded in an artifact; None if the number of outputs determines it."""
     name = meta.get("likelihood")
     return None if name is None else str(name)
 
 
 def name_to_record(name: str | None) -> dict[str, str]:
-    """What an artifact records of it: nothing where the number of outputs says it."""
+    """Return the artifact's entry for the likelihood; empty if the number of outputs determines it."""
     return {} if name is None else {"likelihood": name}
 
 
 def why_unfit(task: str, num_outputs: int) -> str | None:
-    """Why so many outputs cannot be for one of TASKS; None where they can."""
+    """Return why so many outputs do not fit one of TASKS; None if they do."""
     expected = {
         "multiclass": (num_outputs > 1, "at least 2 (a single output distinguishes two classes: \0task\0 binary)"),
         BINARY: (num_outputs <= 2, "1 or 2"),
@@ -516,10 +520,10 @@ def why_unfit(task: str, num_outputs: int) -> str | None:
 
 
 def has_exclusive_classes(name: str | None) -> bool:
-    """Whether classes exclude each other under the likelihood that is recorded with this name."""
+    """Return whether classes are exclusive under the likelihood recorded with this name."""
     return name != MULTILABEL
 
 
 def outputs_for(num_classes: int) -> int:
-    """How many logits a network of our own has for so many classes: one for two, else one each."""
+    """Return the number of logits of bnncli's own networks: one for two classes, else one per class."""
     return 1 if num_classes == 2 else num_classes

@@ -1,6 +1,6 @@
-"""Names made fit for a message or a table; of what came from a file: no control characters, no escapes, no endless lines.
+"""Format names for messages and tables, and interpret the names of tensors.
 
-And what the names of tensors tell, whoever gave them.
+Names from files are shown without control characters or escapes, and truncated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from bnncli.errors import UsageError
 
 _AVERAGED = re.compile(r"(?:^|[._-])(?:ema|averag\w*|swa|polyak|teacher|shadow)(?:[._-]|$)", re.IGNORECASE)
-# What other libraries call what has another name here.
+# Other libraries' names for our metrics.
 _ALSO_CALLED = {
     "acc": "accuracy", "f1": "macro_f1", "f1_score": "macro_f1", "f1_macro": "macro_f1", "auc": "auroc", "roc_auc": "auroc",
     "logloss": "nll", "log_loss": "nll", "cross_entropy": "nll", "nlpd": "nll", "recall": "balanced_accuracy",
@@ -22,16 +22,16 @@ _ALSO_CALLED = {
 
 
 def printable(text: str, *, keep_bytes: bool = False) -> str:
-    """`text` in one line that every terminal and file can take: control characters and stray bytes are escaped.
+    """Return `text` on one line, with control characters and stray bytes escaped.
 
     Args:
-        keep_bytes: leave the bytes of a file name that are not UTF-8, so that a script gets the name as it is.
+        keep_bytes: keep bytes of a file name that are not UTF-8, so that scripts get the exact name.
     """
     return "".join(char if _is_shown(char, keep_bytes) else _escape(char) for char in text)
 
 
 def in_table(name: str) -> str:
-    """A file's name as tables have it: bytes that are not UTF-8 are escaped."""
+    """Return a file name for a table, with bytes that are not UTF-8 escaped."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -44,14 +44,14 @@ def _escape(char: str) -> str:
 
 
 def quoted(name: object, *, limit: int = 80) -> str:
-    """`name` in quotes, control and non-printable characters escaped, cut after `limit` characters."""
+    """Return `name` in quotes, with control and non-printable characters escaped, cut after `limit` characters."""
     text = name if isinstance(name, str) else str(name)
     cut = text if len(text) <= limit else f"{text[:limit]}..."
     return repr(cut)
 
 
 def listed(names: Iterable[object], *, limit: int = 5) -> str:
-    """The first `limit` names in quotes, comma-separated, and how many more there are."""
+    """Return the first `limit` names in quotes, comma-separated, and the number of others."""
     every = list(names)
     shown = ", ".join(quoted(name) for name in every[:limit])
     rest = len(every) - limit
@@ -59,7 +59,7 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
 
 
 def near_miss(name: str, known: Sequence[str]) -> str | None:
-    """A question that names what may have been meant: at most three names, nearly spelled so, or with it in them, or that it has."""
+    """Return a "did you mean" question with up to three similar names, or None. Substrings count as similar."""
     if (usual := _ALSO_CALLED.get(name.casefold())) in known:
         return f"did you mean {quoted(usual)}?"
     folded = name.casefold()
@@ -69,11 +69,11 @@ def near_miss(name: str, known: Sequence[str]) -> str | None:
 
 
 def not_one_of(where: str, given: object, known: Sequence[object], *, also: Sequence[str] = ()) -> UsageError:
-    """Return the error for a value that is none of the known ones: what there is, and what may have been meant.
+    """Return the error for an unknown value, with the known values and the most similar ones.
 
     Args:
-        where: the option or the place that the value was given for.
-        also: in words, what is allowed beside these.
+        where: option or place of the value.
+        also: descriptions of other valid values.
     """
     names = [str(one) for one in known]
     hint = near_miss(given, names) if isinstance(given, str) else None
@@ -82,7 +82,7 @@ def not_one_of(where: str, given: object, known: Sequence[object], *, also: Sequ
 
 
 def counted(count: int, noun: str) -> str:
-    """A number and its noun, in the plural but of one."""
+    """Return a number and its noun, in the plural unless the number is one."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -90,41 +90,41 @@ def percent(share: float, form: str = ".1f") -> str:
     """Return a share in percent: 0.117 as `11.7%`.
 
     Args:
-        form: of the number, as format() takes it.
+        form: format specification of the number.
     """
     return f"{100 * share:{form}}%"
 
 
 def with_article(word: str) -> str:
-    """`a` or `an`, as the first letter has it, and the word."""
+    """Return the word with `a` or `an`, chosen by its first letter."""
     return f"{'an' if word[:1].lower() in tuple('aeiou') else 'a'} {word}"
 
 
 def is_split(name: str) -> bool:
-    """Whether files and folders of this name are, in published data sets, one split of several."""
+    """Return whether published data sets use this name for one of their splits."""
     return name in ("train", "test", "validation", "valid", "val", "dev")
 
 
 def by_number(path: Path | str) -> list[list[str | int]]:
-    """What sorts paths by the numbers in their names: part-2 before part-10."""
+    """Return a key that sorts paths by the numbers in their names: part-2 before part-10."""
     return [[int(one) if one.isdecimal() else one for one in re.split(r"([0-9]+)", part)] for part in Path(path).parts]
 
 
 def posterior_title(posterior: str, variant: str, group: str | None) -> str:
-    """What a table calls the posterior of predictions: its name, and theirs where that is not <posterior>.<variant>."""
+    """Return the table label of a posterior: its name, and the predictions' name unless that is <posterior>.<variant>."""
     return posterior if group in (None, f"{posterior}.{variant}") else f"{posterior} ({group})"
 
 
 def prefixes_of(names: Iterable[str]) -> list[str]:
-    """Every prefix of names of tensors, the empty one and those that end with a dot, the shortest first."""
+    """Return all prefixes of tensor names, shortest first: the empty one and those that end with a dot."""
     found = {name[: match.end()] for name in names for match in re.finditer(r"\.", name)}
     return sorted({"", *found}, key=lambda prefix: (prefix.count("."), prefix))
 
 
 def is_averaged(name: str) -> bool:
-    """Whether the name of a state, or what stands before the names in one, says that it is a running average of another."""
+    """Return whether the name or prefix of a state marks a running average."""
     return _AVERAGED.search(name) is not None
 
 
-FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # and what the files end in
-FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
+FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # with their file suffixes
+FEATURES_NAME = "features"  # takes the place of a posterior's name for feature scores

@@ -1,7 +1,7 @@
-"""How long loops report how far they are, without knowing what a terminal is.
+"""Progress of long loops, independent of the terminal.
 
-Every long loop opens a task and calls `advance` once a step. The command line passes an implementation that
-draws a bar, or writes log lines, and that raises `Interrupted` after a signal: a loop that advances can be stopped.
+Every long loop opens a task and calls `advance` once per step. The command line passes an implementation that draws a
+bar or writes log lines, and that raises `Interrupted` after a signal, so that every such loop can be stopped.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ class Task(Protocol):
     """One running loop."""
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        """Report `amount` more units done, 0 to be stopped in the midst of one; `note` is shown beside the bar. Raises Interrupted after a signal."""
+        """Report `amount` units done, or 0 to check for signals, and a note. Raises Interrupted after a signal."""
 
 
 class Progress(Protocol):
-    """Where loops report."""
+    """Receiver of progress reports."""
 
     def task(self, name: str, total: int) -> Task:
-        """A task called `name` that will advance `total` units; total 0 means unknown."""
+        """Open a task called `name` of `total` units; 0 means unknown."""
 
     def warn(self, text: str) -> None:
-        """Something that the user should know, and that does not end the loop; the same text counts once."""
+        """Warn the user without ending the loop; repeated texts count once."""
 
 
 class _SilentTask:
@@ -33,14 +33,14 @@ class _SilentTask:
 
 
 class SilentProgress:
-    """Reports nowhere; the default outside the command line."""
+    """Reports nothing; the default outside the command line."""
 
     def task(self, name: str, total: int) -> Task:
-        """A task that reports nowhere."""
+        """Return a task that reports nothing."""
         return _SilentTask()
 
     def warn(self, text: str) -> None:
-        """Python's own warning: nobody else is there to tell."""
+        """Issue a Python warning."""
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 

@@ -1,10 +1,10 @@
 """Families of interchangeable parts: the files of a family folder are the names a user can choose.
 
-`flows/planar.py` is what makes `--flow planar` exist. Names are listed from the folder, without importing
-anything, so that `--help` stays fast; a part is imported when it is asked for. Installed distributions add parts by entry
-points: the group is `bnncli.flows` for flows, `bnncli.commands` for the commands of stages/, and so on, the value a module
-that is written as a file of the folder would be. Scores and detectors have no folder: their families are tables in
-evaluation/, and what is listed here is what distributions add to them.
+`flows/planar.py` is what makes `--flow planar` exist. Names are listed from the folder without imports, so that
+`--help` stays fast; a part is imported on demand. Installed distributions add parts by entry points: group
+`bnncli.flows` for flows, `bnncli.commands` for commands, and so on, with a module written like a file of the folder as
+value. Scores and detectors have no folder: their families are tables in evaluation/, and this module lists only what
+distributions add to them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from bnncli.errors import UsageError
 from bnncli.names import not_one_of
 
 _PACKAGE = Path(__file__).parent
-_PLAIN_BASES = ("Generic[", "nn.")  # of classes: nothing that a command decides by is inherited from these
+_PLAIN_BASES = ("Generic[", "nn.")  # base classes from which commands read no attributes
 _IS_OURS = "bnncli has a built-in part with this name"
 
 _FOLDERS = {
     "data": "data/kinds",
     "models": "models/kinds",
     "networks": "models/architectures",
-}  # of the others: the family
-# What a part must have, of its module or, with a dot, of the class that has its name.
+}  # default: the family's own name
+# Required attributes of a part's module or, with a leading dot, of its class.
 _NEEDS = {
     "curvature": (".fixed", ".is_exact", ".hessian", ".num_elements", ".operations", ".most_elements"),
     "network_curvature": (".fixed", ".is_exact", ".hessian", ".num_elements"),
@@ -60,39 +60,39 @@ _NEEDS = {
 
 
 class _Installed(NamedTuple):
-    """A part of a distribution: its module, and the distribution's name."""
+    """Module and distribution of an installed part."""
 
     module: str
     distribution: str
 
 
 def names(family: str) -> list[str]:
-    """The names of a family, sorted; underscores of file names become dashes, files that start with `_` are not parts."""
+    """Return the names of a family, sorted: file names with dashes, except those that start with `_`."""
     return sorted({*_own(family), *_installed(family)})
 
 
 def own_names(family: str) -> list[str]:
-    """The names in the family's folder alone, sorted."""
+    """Return the names in the family's folder, sorted."""
     return list(_own(family))
 
 
 def has_name(family: str, name: str) -> bool:
-    """Whether the family has a part of this name; what is installed is looked at only where the folder has none."""
+    """Return whether the family has a part of this name; checks installed parts last."""
     return name in _own(family) or name in _installed(family)
 
 
 def in_order(family: str) -> list[str]:
-    """The names of a family whose parts declare their `order`, lowest first."""
+    """Return the names of a family whose parts declare `order`, lowest first."""
     return sorted(names(family), key=lambda name: (declared(family, name, "order"), name))
 
 
 def declaring(family: str, attribute: str) -> list[str]:
-    """The names of a family whose parts declare the attribute to be true."""
+    """Return the names of a family whose parts declare the attribute true."""
     return [name for name in names(family) if declared(family, name, attribute)]
 
 
 def declared(family: str, name: str, attribute: str) -> Any:
-    """The literal that a part's class has for an attribute, read from its file: nothing is imported."""
+    """Return the literal value of a class attribute, read from the file without an import."""
     found = _attributes(family, name)
     if attribute not in found:
         why = f"it declares no {attribute}: expected `{attribute}: ClassVar[...] = ...` in its class"
@@ -101,16 +101,16 @@ def declared(family: str, name: str, attribute: str) -> Any:
 
 
 def declaration_of(family: str, name: str, attribute: str) -> ast.expr | None:
-    """What a part's class gives an annotated attribute, as its file has it; None where it is not there."""
+    """Return the expression of an annotated class attribute in the part's file, or None."""
     return _attributes(family, name).get(attribute)
 
 
 @cache
 def has_attribute(family: str, name: str, attribute: str) -> bool:
-    """Whether a part's class has an attribute of this name; it is imported only where more than its text decides.
+    """Return whether a part's class has an attribute; imports the part only if its source does not tell.
 
     Raises:
-        UsageError: there is no such part.
+        UsageError: unknown part.
     """
     check_name(family, name, option=family)
     tree = ast.parse(source_of(family, name).read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def has_attribute(family: str, name: str, attribute: str) -> bool:
 
 
 def _names_given(node: ast.ClassDef) -> set[str]:
-    """Names that the statements of a class define or assign."""
+    """Return the names that a class body defines or assigns."""
     found = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
     targets = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
     targets += [one.target for one in node.body if isinstance(one, ast.AnnAssign) and one.value is not None]
@@ -134,7 +134,7 @@ def _names_given(node: ast.ClassDef) -> set[str]:
 
 @cache
 def _attributes(family: str, name: str) -> dict[str, ast.expr]:
-    """What the classes of a part's file give their annotated attributes; read once, which is what takes long."""
+    """Map the annotated class attributes in a part's file to their expressions. Cached, because parsing is slow."""
     tree = ast.parse(source_of(family, name).read_text(encoding="utf-8"))
     bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
     nodes = [node for body in bodies for node in body if isinstance(node, ast.AnnAssign)]
@@ -142,7 +142,7 @@ def _attributes(family: str, name: str) -> dict[str, ast.expr]:
 
 
 def check_name(family: str, name: str, *, option: str, also: Sequence[str] = ()) -> str:
-    """`name` itself, when the family has it. Raises UsageError with the list of choices, and `also`, otherwise."""
+    """Return `name` if the family has it. Raises UsageError, with the choices and `also`, otherwise."""
     if not has_name(family, name):
         raise not_one_of(option, name, names(family), also=also)
     return name
@@ -150,14 +150,14 @@ def check_name(family: str, name: str, *, option: str, also: Sequence[str] = ())
 
 @cache
 def load_module(family: str, name: str) -> ModuleType:
-    """The module of one part, imported now. Raises UsageError when it is installed and no good, naming the distribution."""
+    """Import the module of a part. Raises UsageError, naming the distribution, if an installed part is invalid."""
     check_name(family, name, option=family)
     if name in _own(family):
         module = importlib.import_module(f"bnncli.{_folder(family).replace('/', '.')}.{_file_stem(name)}")
     else:
         try:
             module = importlib.import_module(_installed(family)[name].module)
-        except Exception as error:  # others' code: whatever it raises, their part cannot be used
+        except Exception as error:  # third-party code may raise anything
             raise broken(family, name, f"importing it failed with {type(error).__name__}: {error}") from error
     for need in _NEEDS.get(family, ()):
         holder = getattr(module, _class_name(name), None) if need.startswith(".") else module
@@ -168,7 +168,7 @@ def load_module(family: str, name: str) -> ModuleType:
 
 
 def with_installed(family: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of parts with those that distributions add to it, sorted by their `place`, then by name.
+    """Return a table of parts with those of distributions added, sorted by `place`, then by name.
 
     Raises:
         UsageError: an installed part has a name of the table, or cannot be used.
@@ -184,16 +184,16 @@ def with_installed(family: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_class(family: str, name: str) -> Any:
-    """The class of one part: `planar` is class Planar, `plug-in` is class PlugIn."""
+    """Return the class of a part: `planar` is class Planar, `plug-in` is class PlugIn."""
     return getattr(load_module(family, name), _class_name(name))
 
 
 def source_of(family: str, name: str) -> Path:
-    """The file of a part, found without importing it. Raises UsageError when an installed one has none."""
+    """Return the file of a part without importing it. Raises UsageError if an installed part has none."""
     if name in _own(family):
         stem = _PACKAGE / _folder(family) / _file_stem(name)
         return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
-    # Below the first package finders would import it: its folders are looked through instead.
+    # Below the top level, finding a spec would import the parent packages: search their folders instead.
     first, *rest = _installed(family)[name].module.split(".")
     with contextlib.suppress(ImportError, ValueError):
         spec, path = importlib.util.find_spec(first), first
@@ -207,7 +207,7 @@ def source_of(family: str, name: str) -> Path:
 
 
 def broken(family: str, name: str, why: str) -> UsageError:
-    """The error of a part that cannot be used, in one line that says whose it is."""
+    """Return the one-line error for an invalid part, naming its source."""
     why = " ".join(why.split())
     if name in _own(family):
         return UsageError(f"{source_of(family, name)}: {why}", code="broken_part")
@@ -223,7 +223,7 @@ def _refusal(family: str, name: str, distribution: str, why: str) -> UsageError:
 
 @cache
 def _own(family: str) -> tuple[str, ...]:
-    """The names in the folder, read once: commands look names up thousands of times."""
+    """Return the names in the folder. Cached, because commands look up names thousands of times."""
     folder = _PACKAGE / _folder(family)
     found = [path for path in folder.iterdir() if not path.name.startswith("_")] if folder.is_dir() else []
     parts = [path for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()]
@@ -232,7 +232,7 @@ def _own(family: str) -> tuple[str, ...]:
 
 @cache
 def _installed(family: str) -> dict[str, _Installed]:
-    """The parts that distributions add to a family. Raises UsageError for a name that is taken, or no name of a module."""
+    """Return a family's installed parts. Raises UsageError for a duplicate name or an invalid module name."""
     found: dict[str, _Installed] = {}
     for name, value, distribution in _entry_points().get(_group(family), ()):
         if name in _own(family):
@@ -244,17 +244,17 @@ def _installed(family: str) -> dict[str, _Installed]:
             raise _refusal(family, name, distribution, "expected a name of lowercase letters, digits and dashes")
         if not re.fullmatch(r"\w+(\.\w+)*", value):
             raise _refusal(family, name, distribution, f"expected a module such as package.module; got {value!r}")
-        found.setdefault(name, _Installed(value, distribution))  # the first on the search path is what is imported
+        found.setdefault(name, _Installed(value, distribution))  # the first on the search path is the one imported
     return found
 
 
 @cache
 def _entry_points() -> dict[str, list[tuple[str, str, str]]]:
-    """Name, value and distribution of every entry point in a group of ours; a millisecond or two where there is none."""
+    """Return name, value and distribution of every entry point in a bnncli group. Takes 1 to 2 ms if there is none."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     if not any(map(_has_parts, sys.path)):
         return found
-    from importlib.metadata import distributions  # takes longer to import than to see that there is nothing
+    from importlib.metadata import distributions  # slower to import than checking that there is nothing
 
     for distribution in distributions():
         for entry in distribution.entry_points:
@@ -264,7 +264,7 @@ def _entry_points() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def _has_parts(folder: str) -> bool:
-    """Whether a distribution in a folder of the search path has an entry point in a group of ours."""
+    """Return whether a distribution in this search path folder has a bnncli entry point."""
     with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
         for entry in entries:
             if entry.name.endswith((".dist-info", ".egg-info")):

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def check_shapes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
-    """The size of each axis letter, when all tensors agree on them.
+    """Return the size of each axis letter, if all tensors agree.
 
     `check_shapes(features=(features, "N D"), labels=(labels, "N"))` returns {"N": ..., "D": ...}. A number in the
     pattern must match literally.
 
     Raises:
-        ValueError: naming the tensor, the expected pattern and the shape that came.
+        ValueError: a shape does not match; names the tensor, the pattern and the shape.
     """
     sizes: dict[str, int] = {}
     for name, (tensor, pattern) in tensors.items():

@@ -1,4 +1,4 @@
-"""The Typer application, made from the list of commands and the option classes."""
+"""Build the Typer application from the list of commands and their option classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bnncli.cli.options import default_of, option_fields
 from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 
-WIDEST = 80  # characters of choices that stand in the place of the value; more are listed in the text
+WIDEST = 80  # characters of choices shown as the metavar; longer lists go into the help text
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH}
 ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
 
@@ -31,10 +31,11 @@ Exit codes: see `bnncli help exit-codes`. Other topics: see `bnncli help`.
 
 @cache
 def parser(only: Command | None = None) -> Callable[..., Any]:
-    """What parses a command line, built once: called without standalone mode it returns the command and its values.
+    """Return a parser, which returns the command and its values when called without standalone mode. Cached.
 
     Args:
-        only: the command that is named, where one is: the options of the others take longer to build than to run many a command.
+        only: the command on the command line, if known. Building the options of all commands takes longer than running
+            many a command.
     """
     app = typer.Typer(
         name="bnncli",
@@ -88,7 +89,7 @@ def _root(
 
 
 def _function(command: Command) -> Callable[..., tuple[Command, dict[str, Any]]]:
-    """A function whose signature is the command's arguments and options, as Typer reads them."""
+    """Return a function whose signature is the command's arguments and options, for Typer."""
     parameters = [_argument(argument) for argument in command.arguments]
     parameters += [_option(name, spec, hint) for name, (spec, hint) in option_fields(command).items()]
     everything = typer.Option("--help-all", help="Describe all options.", is_eager=True, callback=print_everything)
@@ -115,7 +116,7 @@ def _argument(argument: Argument) -> inspect.Parameter:
         metavar=f"[{metavar}]" if argument.is_optional else metavar,
         show_default=False,
         autocompletion=completes_argument(argument.name),
-        readable=False,  # whether it can be read is for the command to say, with its own exit code
+        readable=False,  # the command checks readability itself, with its own exit code
     )
     return inspect.Parameter(
         argument.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info]

@@ -1,4 +1,4 @@
-"""The list of commands, from what the files of the commands and installed distributions declare; none is imported for it."""
+"""The list of commands, read from the declarations of bnncli and installed distributions without importing them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _FAMILY = "commands"
 
 @cache
 def own_commands() -> tuple[Command, ...]:
-    """Return bnncli's own commands, in the order of the help."""
+    """Return bnncli's own commands, in help order."""
     return _sorted(registry.own_names(_FAMILY))
 
 
 @cache
 def all_commands() -> tuple[Command, ...]:
-    """Return bnncli's own commands and those of installed distributions. Raises UsageError when one of these cannot be used."""
+    """Return bnncli's own commands and those of installed distributions. Raises UsageError if one is invalid."""
     return _sorted(registry.names(_FAMILY))
 
 
 def find_command(words: Sequence[str]) -> Command | None:
-    """Return the command that the first words name, one word or two; only its own file is read."""
+    """Return the command that the first one or two words name, or None; reads only its file."""
     for name in ("-".join(words[:2]), *words[:1]):
         if registry.has_name(_FAMILY, name):
             command = _declared(name)
@@ -36,7 +36,7 @@ def find_command(words: Sequence[str]) -> Command | None:
 
 
 def is_parent(words: Sequence[str]) -> bool:
-    """Return whether a word is the first of commands of two words."""
+    """Return whether the first word is that of a two-word command."""
     return bool(words) and any(command.parent == words[0] for command in own_commands())
 
 
@@ -46,7 +46,7 @@ def _sorted(names: Sequence[str]) -> tuple[Command, ...]:
 
 @cache
 def _declared(name: str) -> Command:
-    """Return what a command's file declares. Raises UsageError when it declares nothing."""
+    """Return a command's declaration. Raises UsageError if there is none."""
     command = declaration(_FAMILY, name, "COMMAND")
     if not isinstance(command, Command):
         raise registry.broken(_FAMILY, name, "it declares no COMMAND")

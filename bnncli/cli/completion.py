@@ -1,4 +1,4 @@
-"""What a shell completes as the value of an option or argument: its choices, or what the run folder on the line holds."""
+"""Shell completion of options and arguments: their choices, or the contents of the run folder on the line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from bnncli.registry import names
 if TYPE_CHECKING:
     from bnncli.artifacts.run_folder import RunFolder
 
-_POSTERIORS = ("posterior", "base", "baseline", "truth", "reference")  # options that take the name of one
+_POSTERIORS = ("posterior", "base", "baseline", "truth", "reference")  # options that take the name of a posterior
 
 
 def completes(name: str, meta: Any) -> Callable[..., list[str]] | None:
-    """Return what lists the values of an option that begin with a word; None where nothing is known of them."""
+    """Return a completion function for an option, or None if its values are unknown."""
     if meta["choices"] or meta["family"]:
         return _of(lambda: choices_of(meta))
     if name == "integrator":
@@ -45,7 +45,7 @@ def _paired_scores() -> list[str]:
 
 
 def completes_argument(name: str) -> Callable[..., list[str]] | None:
-    """Return the same for an argument: names of commands, topics and artifacts."""
+    """Return a completion function for an argument: names of commands, topics and artifacts."""
     if name == "of":
         return _of(lambda: [one.name for one in own_commands()])
     if name == "topic":
@@ -55,7 +55,7 @@ def completes_argument(name: str) -> Callable[..., list[str]] | None:
 
 def _of(look_up: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
     def complete() -> list[str]:
-        with suppress(BnnError, OSError, ValueError):  # there is nobody to tell
+        with suppress(BnnError, OSError, ValueError):  # completion cannot report errors
             return sorted(set(look_up()))
         return []
 
@@ -71,14 +71,14 @@ def _removable() -> list[str]:
 
 
 def _runs() -> list[RunFolder]:
-    """Return the runs of the words on the line; Typer does not parse a line whose last option has no value yet."""
+    """Return the run folders named on the line. Typer cannot parse a line whose last option has no value yet."""
     from bnncli.artifacts.run_folder import RunFolder
 
     words = shlex.split(os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "")
     places = dict(pairwise(words))
     found = []
     for word in words[2:]:
-        with suppress(BnnError):  # a folder, no run
+        with suppress(BnnError):  # not a run folder
             folder = RunFolder.of(Path(word), places.get("--run-dir"))
             found += [folder] if folder.root.is_dir() and not word.startswith("-") else []
     return found

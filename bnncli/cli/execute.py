@@ -1,4 +1,4 @@
-"""Run one command: options in, result out; every error becomes a line, an exit code and, with --json, a document."""
+"""Run one command. Every error becomes a message, an exit code and, with --json, a document."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _EXPECTED = {
     "float": "a number",
     "int": "a whole number",
     "bool": "true or false",
-}  # by how pydantic's kinds of faults begin
+}  # by prefix of pydantic's error types
 
 
 def usage_words(error: Any) -> str:
-    """The line for a usage error of Typer; its own where it is clear already."""
+    """Return the message for a usage error of Typer, rewritten where Typer's own is unclear."""
     said = str(error.format_message())
     context = getattr(error, "ctx", None)
     if (extra := _EXTRA.fullmatch(said)) and context is not None:
@@ -72,7 +72,7 @@ def usage_words(error: Any) -> str:
 
 
 WIDE = 100_000
-_EMPTY = ("", "-")  # a column of nothing else is not shown
+_EMPTY = ("", "-")  # a column with only these cells is hidden
 
 
 def print_table(table: Any, stream: TextIO) -> None:
@@ -80,7 +80,7 @@ def print_table(table: Any, stream: TextIO) -> None:
     from rich.console import Console
 
     console = Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, emoji=False, markup=False)
-    console.begin_capture()  # rich itself would answer a broken pipe by leaving the program
+    console.begin_capture()  # otherwise rich exits on a broken pipe
     is_narrow = stream.isatty() and bool(table.narrow) and _width(table) > console.width
     for part in table.narrow if is_narrow else [table]:
         _draw(part, console, is_terminal=stream.isatty())
@@ -111,7 +111,7 @@ def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
 
 
 def _width(table: Any) -> int:
-    """Characters that the table takes when nothing is folded."""
+    """Return the width of the unwrapped table, in characters."""
     widths = [max(len(row[i]) for row in [table.columns, *table.rows]) for i in range(len(table.columns))]
     return sum(widths) + 2 * len(widths) + 2
 
@@ -121,9 +121,9 @@ def _is_number(cell: str) -> bool:
 
 
 def run_command_line(argv: list[str], results: TextIO) -> int:
-    """The exit code of one invocation. Results go to `results`, everything else to stderr.
+    """Run one command line and return its exit code. Results go to `results`, everything else to stderr.
 
-    Never raises for an expected failure; a traceback is shown only for a bug of ours, or with -v.
+    Expected failures never raise. A traceback is shown only for a bug, or with -v.
     """
     invocation = _Invocation(argv, results)
     signals.install_handlers()
@@ -135,7 +135,7 @@ def run_command_line(argv: list[str], results: TextIO) -> int:
     except BrokenPipeError:
         _forget(results)
         return 141
-    except OSError as error:  # stdout itself is full
+    except OSError as error:  # stdout is full
         _forget(results)
         if invocation.code != Exit.IO:
             invocation.console.error(WriteError(f"writing the result failed: {os.strerror(error.errno or 0)}"))
@@ -173,7 +173,7 @@ class _Invocation:
         return int(self.code)
 
     def _parse(self) -> tuple[Command, dict[str, Any]] | None:
-        """The command and its values; None after --help and what a shell completes. Raises BrokenPipeError where Typer would exit with 1."""
+        """Return the command and its values; None after --help or completion. Raises BrokenPipeError for exit 1."""
         self._check_order()
         parse, defaults = parser(self._named_command()), self._defaults()
         try:
@@ -185,7 +185,7 @@ class _Invocation:
         return found if isinstance(found, tuple) else None
 
     def _check_order(self) -> None:
-        """Raise UsageError for options of a command that stand before it, with the command line that was meant."""
+        """Raise UsageError, with the corrected command line, if options of a command precede its name."""
         leading = list(itertools.takewhile(lambda word: word.startswith("-") and word != "--", self.argv))
         command = self._named_command() if leading else None
         if command is None:
@@ -199,7 +199,7 @@ class _Invocation:
             )
 
     def _defaults(self) -> dict[str, Any]:
-        """Values from the environment and the configuration file, for the command that is being run."""
+        """Return the command's values from the environment and the configuration file."""
         command = self._named_command()
         if command is None or {"--help", "--help-all", "-h"} & set(self.argv):
             return {}
@@ -217,18 +217,16 @@ class _Invocation:
         return find_command([word for word in self.argv if not word.startswith("-")])
 
     def execute(self, command: Command, values: dict[str, Any]) -> None:
-        """Build the options, run the stage, print the result."""
+        """Build the options, run the command, print the result."""
         self.command = command.name
         stage = registry.load_module("commands", command.name)
-        command = replace(
-            stage.COMMAND, name=command.name
-        )  # with its own classes in place of those that were read for help
+        command = replace(stage.COMMAND, name=command.name)  # replaces the option classes read for help
         options: dict[type, Any] = {group: made(group, values) for group in command.groups}
         common = spread.quiet(options[CommonOptions]) if spread.is_follower() else options[CommonOptions]
         self.is_json = common.json
         self.line = self._line(command)
         if any(os.path.isfile(value) for _, value in self.line.parts):
-            from bnncli.cli.places import check_outputs  # here, for what knows run folders
+            from bnncli.cli.places import check_outputs  # imported late: loads run folders
 
             check_outputs(command, self.line, config_path(common.config, os.environ))
         self.console = Console(command.name, common)
@@ -240,7 +238,7 @@ class _Invocation:
         if command.name == "config-show":
             arguments["resolved"] = resolve_named(arguments["of"], common.config)
         if command.name == "help":
-            from bnncli.cli.topics import lines_of  # here, for a word in a thousand is this command
+            from bnncli.cli.topics import lines_of  # imported late: rarely needed
 
             arguments["lines"] = lines_of(arguments["topic"])
         compute = spread.own_device(options.get(ComputeOptions, ComputeOptions()))
@@ -269,8 +267,8 @@ class _Invocation:
             self._print(run, result)
 
     def _line(self, command: Command) -> CommandLine:
-        """The command as it was given, with the options that came from elsewhere: a recorded command is complete."""
-        num_words = (self.argv[0] == "--") + (2 if command.parent else 1)  # that name the command
+        """Return the command line, including options from the environment and configuration, for the record."""
+        num_words = (self.argv[0] == "--") + (2 if command.parent else 1)  # the words that name the command
         line = CommandLine.parse(command.name, self.argv[num_words:], command.groups)
         for name, setting in self.settings.items():
             if not line.gives(name) and setting.source != "default" and name not in _NOT_RECORDED:
@@ -295,7 +293,7 @@ class _Invocation:
             for line in result.lines or paths:
                 print(printable(line, keep_bytes=not self.results.isatty()), file=self.results)
         if failure is not None:
-            self.results.flush()  # the error stands last where both streams go to one place
+            self.results.flush()  # keeps the error last when both streams are the same
             self.console.error(failure)
             self.code = failure.exit
 
@@ -314,7 +312,7 @@ class _Invocation:
         print(json.dumps(spelled(document), allow_nan=False), file=self.results)
 
     def _advise(self, error: BnnError) -> None:
-        """Name the options of this command that help; what a GPU has no room for, a CPU may have."""
+        """Add the options of this command that help, such as --device cpu when a GPU is out of memory."""
         if error.code == "out_of_memory":
             command, is_gpu = self._named_command(), "cuda" in error.message.lower()
             if error.hint is None:
@@ -322,12 +320,12 @@ class _Invocation:
             elif is_gpu and command is not None and "device" in option_fields(command):
                 error.hint = f"{error.hint}, or --device cpu"
         if error.hint == ELSEWHERE:
-            from bnncli.cli.places import place_advice  # here, for what knows run folders
+            from bnncli.cli.places import place_advice  # imported late: loads run folders
 
             error.hint = place_advice(self._named_command(), self.line, error.path)
 
     def _fail(self, error: Exception) -> None:
-        """Turn an exception into an exit code, its lines on stderr, and the JSON document of a failure."""
+        """Set the exit code for an exception and print its message and, with --json, its document."""
         if isinstance(error, BrokenPipeError):
             raise error
         known = _as_bnn_error(error)
@@ -349,7 +347,7 @@ class _Invocation:
         self.code = known.exit
         if spread.is_follower():
             if known.code == LOST or known.exit not in (Exit.BUG, Exit.DEVICE, Exit.IO):
-                return  # who has ended says why, and of what was asked and given the first says the same
+                return  # worker 0 or the failed worker reports the error
             known.message = f"worker {os.environ['RANK']}: {known.message}"
         elif self.is_json:
             self._print_json(
@@ -379,7 +377,7 @@ _SHARED = (
 
 
 def _without_help(argv: list[str]) -> list[str]:
-    """Return `help COMMAND` as `COMMAND --help`, which prints the same; any other words as they are."""
+    """Rewrite `help COMMAND` as `COMMAND --help`; return other words unchanged."""
     if argv[:1] != ["help"]:
         return argv
     words = sorted(argv[1:], key=lambda word: word.startswith("-"))
@@ -392,7 +390,7 @@ def _error_json(error: BnnError) -> dict[str, Any]:
 
 
 def _as_bnn_error(error: Exception) -> BnnError | None:
-    """The user's error behind an exception; None for a bug, or for Typer's way of leaving early."""
+    """Return the exception as a BnnError; None for a bug or for Typer's own exits."""
     if isinstance(error, BnnError):
         return error
     if hasattr(error, "format_message") and getattr(error, "exit_code", None) == Exit.USAGE:
@@ -405,7 +403,7 @@ def _as_bnn_error(error: Exception) -> BnnError | None:
 
 
 def _value_of(argv: list[str], flag: str) -> str | None:
-    """The value of an option in raw words, given as two words or with `=`."""
+    """Return the value of an option in raw words, as `--flag VALUE` or `--flag=VALUE`."""
     for position, word in enumerate(argv):
         if word == flag and position + 1 < len(argv):
             return argv[position + 1]
@@ -415,14 +413,14 @@ def _value_of(argv: list[str], flag: str) -> str | None:
 
 
 def _forget(stream: TextIO) -> None:
-    """Send what is still buffered for a closed pipe nowhere."""
+    """Discard what is buffered for a closed pipe."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (OSError, ValueError):
         return
 
 
-# Options that decide how much is held at once, the one that helps most first.
+# Options that reduce memory use, most effective first.
 _WAYS = {
     "structure": "a smaller {}",
     "chains": "fewer {}",
@@ -438,11 +436,11 @@ _MOST_NAMED = 2
 
 
 def memory_advice(command: Command | None, *, is_gpu: bool) -> str:
-    """What to do when a command needs more memory than there is.
+    """Return what to do when a command runs out of memory.
 
     Args:
-        command: the one that ran; None before it is known.
-        is_gpu: whether it is a GPU's memory that is too small.
+        command: None before it is known.
+        is_gpu: whether GPU memory ran out.
     """
     options = option_fields(command) if command is not None else {}
     ways = [text.format(flag_of(name)) for name, text in _WAYS.items() if name in options][:_MOST_NAMED]

@@ -1,4 +1,4 @@
-"""What --help prints: options in named groups, rare and common ones by name only; headings and names in colour on a terminal."""
+"""Format --help: options in named groups, rare and common ones by name only, colours on a terminal."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bnncli.cli.options import QuickCommand, QuickGroup, option_fields
 from bnncli.options.command import COMPUTE, Command
 
 MAX_WIDTH = 110
-FEW = 8  # shown options that need no groups
+FEW = 8  # up to this many options are shown without groups
 EVERYTHING = "help_all"
 _FLAG = re.compile(r"(?<!\S)--?[a-z][a-z-]*")
 
 
 class HelpCommand(QuickCommand):
-    """A command whose help shows its own options by group, and the rare and the common ones by name; --help-all describes all."""
+    """A command whose help describes its own options by group; only --help-all describes rare and common ones."""
 
     command: ClassVar[Command]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, the options of each group, and the names of the others."""
+        """Write the arguments, the options by group, and the names of the other options."""
         everything = bool(ctx.meta.get(EVERYTHING))
         specs, sections = option_fields(self.command), dict[str, list[Any]]()
         common: list[Any] = []
@@ -54,16 +54,16 @@ class HelpCommand(QuickCommand):
             _write_names(formatter, "Common options (see bnncli help common)", common)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples, each to be pasted."""
+        """Write the examples, ready to paste."""
         with formatter.section(styled("Examples", bold=True)):
             formatter.write("".join(f"{_pasteable(example)}\n" for example in self.command.examples))
 
 
 class HelpGroup(QuickGroup):
-    """A group of commands whose help lists them by section."""
+    """A group of commands, listed by section in help."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """Return the option --help, not named as the command help: the defaults of commands go by their names."""
+        """Return the --help option, renamed so that it does not clash with the defaults of the command help."""
         found = super().get_help_option(ctx)
         if found is not None:
             found.name = "show_help"
@@ -75,7 +75,7 @@ class HelpGroup(QuickGroup):
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands, each with its summary, in the sections that they declare."""
+        """Write the commands with their summaries, by section."""
         sections: dict[str, list[Any]] = {}
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
@@ -88,7 +88,7 @@ class HelpGroup(QuickGroup):
 
 
 def print_everything(ctx: typer.Context, is_asked: bool) -> None:
-    """Print the help with all options described, and leave."""
+    """Print the help of all options and exit."""
     if is_asked:
         ctx.meta[EVERYTHING] = True
         typer.echo(ctx.get_help())
@@ -102,7 +102,7 @@ def common_names() -> frozenset[str]:
 
 
 def styled(text: str, **style: Any) -> str:
-    """Return the text in a style where both streams, as help of a wrong line goes to stderr, are a terminal that shows colours."""
+    """Style the text if stdout and stderr are terminals that show colours; help for a usage error goes to stderr."""
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return typer.style(text, **style) if is_terminal and not os.environ.get("NO_COLOR") else text
 
@@ -128,6 +128,6 @@ def _write_names(formatter: Any, title: str, options: Sequence[Any]) -> None:
 
 
 def _pasteable(example: str, width: int = 74) -> str:
-    """Return a command on lines that fit the narrowest terminal, each but the last ended by a backslash."""
+    """Wrap a command to the narrowest terminal, with a backslash at each line end but the last."""
     lines = textwrap.wrap(example, width, break_long_words=False, break_on_hyphens=False)
     return " \\\n      ".join(["  " + lines[0], *lines[1:]])

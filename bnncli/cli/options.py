@@ -1,6 +1,7 @@
-"""Values of options: parsed from the command line, the environment and the configuration file.
+"""Resolve option values from the command line, the environment and the configuration file.
 
-Precedence: flag, BNNCLI_<COMMAND>_<OPTION>, BNNCLI_<OPTION> for options common to commands, configuration file, default.
+Precedence: flag, BNNCLI_<COMMAND>_<OPTION>, BNNCLI_<OPTION> for options common to commands, configuration file,
+default.
 """
 
 from __future__ import annotations
@@ -22,49 +23,49 @@ from bnncli.options.command import Command
 from bnncli.options.declaration import check_value, declared, flag_of
 from bnncli.options.toml import base_type, closest, faults_of, line_of, option_value, read_toml, type_name
 
-# Numbers as nearly everybody writes them, and all readers read them.
+# Plain number formats that every parser accepts.
 _NUMBERS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,30})?([eE]-?[0-9]{1,2})?")}
 
 
 class QuickCommand(TyperCommand):
-    """A command whose values are read without pydantic, where that is enough."""
+    """A command that converts simple values without pydantic."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, each set to read quickly."""
+        """Return the parameters with quick conversion."""
         return [_reading_quickly(one) for one in super().get_params(ctx)]
 
 
 class QuickGroup(TyperGroup):
-    """The same for a group of commands."""
+    """A group that converts simple values without pydantic."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, each set to read quickly."""
+        """Return the parameters with quick conversion."""
         return [_reading_quickly(one) for one in super().get_params(ctx)]
 
 
 def _reading_quickly(parameter: Any) -> Any:
-    """The parameter, set to take texts and paths as they are; as it was where this release of Typer knows no pydantic.
+    """Convert simple values of a parameter without pydantic, if this release of Typer has the hook.
 
-    What needs conversion, and every complaint, is Typer's own.
+    Typer handles all other values and reports all errors.
     """
-    if getattr(parameter, "_runtime_param", parameter) is None:  # how Typer reads it; None until it is first needed
+    if getattr(parameter, "_runtime_param", parameter) is None:  # Typer's converter, None until first use
         parameter._runtime_param = _AsGiven(parameter, parameter.type_descriptor.annotation)
     return parameter
 
 
 @dataclass(frozen=True)
 class _AsGiven:
-    """Reads the values of one parameter, in the place of what Typer makes for it.
+    """Converter of one parameter, in place of Typer's own.
 
     Args:
-        annotation: the type that the values shall have.
+        annotation: type of the values.
     """
 
     parameter: Any
     annotation: Any
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """The value, where it is of the type already, or a path to be; else what Typer makes of it."""
+        """Return the converted value; falls back to Typer."""
         if self.parameter.multiple or self.parameter.nargs == -1:
             of = get_args(self.annotation)
             if value is None:
@@ -80,7 +81,7 @@ class _AsGiven:
 
 
 def _quick(value: Any, kind: Any) -> Any:
-    """The value as one of the kind; None where it takes more than to be looked at."""
+    """Convert a simple value to `kind`; None if Typer has to do it."""
     if isinstance(value, str) and (kind is Path or (kind in _NUMBERS and _NUMBERS[kind].fullmatch(value))):
         return kind(value)
     return value if kind in (str, bool, int, float) and type(value) is kind else None
@@ -88,14 +89,14 @@ def _quick(value: Any, kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class OptionValue:
-    """A value and where it came from: default, config, or the environment variable's name."""
+    """A value and its source: default, config, or the environment variable's name."""
 
     value: Any
     source: str
 
 
 def option_fields(command: Command) -> dict[str, tuple[Field[Any], Any]]:
-    """Every option of a command by name, with its dataclass field and its resolved type."""
+    """Map each option of a command to its dataclass field and resolved type."""
     found: dict[str, tuple[Field[Any], Any]] = {}
     for group in command.groups:
         found |= declared(group)
@@ -103,12 +104,12 @@ def option_fields(command: Command) -> dict[str, tuple[Field[Any], Any]]:
 
 
 def default_of(spec: Field[Any]) -> Any:
-    """The default a field was declared with."""
+    """Return the declared default of a field."""
     return spec.default_factory() if spec.default_factory is not MISSING else spec.default
 
 
 def config_path(argument: str | None, environ: typing.Mapping[str, str]) -> Path | None:
-    """The configuration file: --config, then BNNCLI_CONFIG, then ./bnncli.toml where it exists."""
+    """Return the configuration file: --config, else BNNCLI_CONFIG, else ./bnncli.toml if it exists."""
     for given in (argument, environ.get("BNNCLI_CONFIG")):
         if given:
             return Path(given)
@@ -117,11 +118,11 @@ def config_path(argument: str | None, environ: typing.Mapping[str, str]) -> Path
 
 
 def read_config(path: Path | None) -> dict[str, dict[str, Any]]:
-    """The tables of a configuration file, checked; {} without one.
+    """Read and check the tables of a configuration file; {} without one.
 
     Raises:
-        MissingInput: when the file named does not exist.
-        ConfigError: not TOML, too large, an unknown table or key, a value of the wrong type.
+        MissingInput: the file does not exist.
+        ConfigError: the file is not TOML or is too large, a table or key is unknown, or a value has the wrong type.
     """
     if path is None:
         return {}
@@ -141,9 +142,7 @@ def _check_table(
     checked = {}
     for key, value in keys.items():
         name = key.replace("-", "_")
-        name = (
-            f"{name}_" if f"{name}_" in known[table] else name
-        )  # assert_, where a keyword of Python is the option's name
+        name = f"{name}_" if f"{name}_" in known[table] else name  # such as assert_, renamed from a Python keyword
         if name not in known[table]:
             choices = [flag_of(entry)[2:] for entry in known[table]]
             message = f"{path}{line_of(raw, key)}: unknown key {key!r} in [{table}]{closest(key, choices)}"
@@ -157,7 +156,7 @@ def _check_table(
 def resolve(
     command: Command, config: dict[str, dict[str, Any]], environ: typing.Mapping[str, str] | None = None
 ) -> dict[str, OptionValue]:
-    """The value and source of each option of a command, before the command line is looked at."""
+    """Return the value and source of each option of a command, before the command line is applied."""
     environ = os.environ if environ is None else environ
     settings = {}
     for name, (spec, hint) in option_fields(command).items():
@@ -175,15 +174,15 @@ def resolve(
 
 
 def _variables(command: Command, name: str, spec: Field[Any]) -> list[str]:
-    """The environment variables that set an option, the one that wins first."""
+    """Return the environment variables that set an option, by precedence."""
     names = [f"BNNCLI_{command.name}_{name}"] + ([f"BNNCLI_{name}"] if spec.metadata["env_common"] else [])
     return [entry.rstrip("_").upper().replace("-", "_") for entry in names]
 
 
 def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
-    """A warning for every BNNCLI_ variable that no command reads, with the nearest that one does."""
+    """Return a warning for each BNNCLI_ variable that no command reads, with the nearest known one."""
     given = sorted(name for name in environ if name.startswith("BNNCLI_"))
-    if not given:  # as a rule; to list all that is known takes as long as to parse a command line
+    if not given:  # the usual case; listing all known variables takes as long as parsing
         return []
     known = {"BNNCLI_CONFIG"}
     for command in all_commands():
@@ -195,7 +194,7 @@ def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
 
 
 def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[str, OptionValue]]:
-    """The settings of the command called `name`, or of all. Raises UsageError for an unknown one."""
+    """Return the settings of the command `name`, or of all commands for None. Raises UsageError for an unknown command."""
     config = read_config(config_path(config_file, os.environ))
     wanted = [command for command in all_commands() if name in (None, command.name)]
     if not wanted:
@@ -204,7 +203,7 @@ def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[s
 
 
 def _from_text(text: str, hint: Any, variable: str) -> Any:
-    """The value an environment variable says; lists are separated by semicolons."""
+    """Convert the text of an environment variable; lists are separated by semicolons."""
     base = base_type(hint)
     if base is bool:
         word = text.strip().lower()

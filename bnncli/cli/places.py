@@ -1,4 +1,4 @@
-"""Where a command writes: never over what it reads; and where to write instead when a place cannot be written."""
+"""Check output paths: never overwrite an input, and suggest another place if one cannot be written."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from bnncli.options.command import Command, CommandLine
 from bnncli.options.declaration import flag_of
 from bnncli.session.run import ModelFiles
 
-_INPUT = re.compile("FILE|DIR|SPEC|MODEL")  # in the metavar of an option whose value names files
-_BESIDE = {".csv", ".npz", ".log", ".txt", ".html"}  # what people may write into a folder of inputs
-_WHERE = ("run_dir", "out")  # an artifact lies, where nothing that was given says it
+_INPUT = re.compile("FILE|DIR|SPEC|MODEL")  # metavar of options whose values name input files
+_BESIDE = {".csv", ".npz", ".log", ".txt", ".html"}  # suffixes of results that users may write into a folder of inputs
+_WHERE = ("run_dir", "out")  # options that place an artifact, suggested when none was given
 
 
 def check_outputs(command: Command, line: CommandLine, config: Path | None) -> None:
-    """Raise UsageError, before any work, where a command would write over one of its inputs, by whatever path or link.
+    """Raise UsageError, before any work, if a command would overwrite one of its inputs, through any path or link.
 
-    Inputs are the files that arguments and options name, the files of data sets, the artifacts of the run, and what these
-    were made from.
+    Inputs are the files named by arguments and options, the files of data sets, the artifacts of the run and their
+    sources.
 
     Args:
         config: the configuration file.
@@ -52,7 +52,7 @@ def check_outputs(command: Command, line: CommandLine, config: Path | None) -> N
     if config is not None:
         inputs.append((f"the configuration file {config}", str(config), False))
     for name, words, path in outputs:
-        is_own = name is None or (name == "out" and carries_our_mark(path))  # made anew, in whatever folder it lies
+        is_own = name is None or (name == "out" and carries_our_mark(path))  # may be replaced in any folder
         found = next(
             (said for said, value, below in inputs if any(_names(value, path, below=below and not is_own))), None
         )
@@ -65,10 +65,10 @@ def check_outputs(command: Command, line: CommandLine, config: Path | None) -> N
 
 
 def _names(text: str, path: Path, *, below: bool = True) -> Iterator[bool]:
-    """Say of each file that the value of an argument or option may name whether it is `path`.
+    """Yield, for each file that an argument or option value may name, whether it is `path`.
 
     Args:
-        below: whether the files in a folder are meant too: the checkpoint's folder may have other files.
+        below: whether to include the files in a folder; a checkpoint's folder may hold other files.
     """
     starts = [0, *(match.end() for match in re.finditer("[=:,]", text))]
     ends = [*(match.start() for match in re.finditer("[:,@]", text)), len(text)]
@@ -81,7 +81,7 @@ def _names(text: str, path: Path, *, below: bool = True) -> Iterator[bool]:
         if spec is not None and registry.has_name("data", spec[1]):
             module = registry.load_module("data", spec[1])
             files += module.files(spec[2]) if hasattr(module, "files") else []
-    except (BnnError, OSError):  # the command itself says what is wrong with it
+    except (BnnError, OSError):  # the command itself reports the error
         return
     yield from (is_same_file(file, path) for file in files)
     for folder in (place for place in {*places} if below and place.is_dir()):
@@ -92,10 +92,10 @@ def _names(text: str, path: Path, *, below: bool = True) -> Iterator[bool]:
 
 
 def _of_run(checkpoint: str, run_dir: str | None, path: Path, *, is_artifact: bool) -> str | None:
-    """Return what a file is to a run: one of its artifacts, or what one was made from; None for any other file.
+    """Return how a run uses a file, as an artifact or as the source of one; None if it does not.
 
     Args:
-        is_artifact: whether the command writes an artifact there, which it may replace by one of its own.
+        is_artifact: whether the command writes an artifact there, which may replace one of its own.
     """
     try:
         folder = RunFolder.of(Path(checkpoint), run_dir, is_name=True)
@@ -126,12 +126,12 @@ def _of_run(checkpoint: str, run_dir: str | None, path: Path, *, is_artifact: bo
 
 
 def place_advice(command: Command | None, line: CommandLine | None, path: str | None) -> str:
-    """What to do when a file cannot be written where it should go.
+    """Return the hint for a file that cannot be written.
 
     Args:
-        command: the one that ran; None before it is known.
-        line: what it was given.
-        path: of the file, or of its lock.
+        command: the command that ran; None before it is known.
+        line: its command line.
+        path: the file or its lock.
     """
     options = option_fields(command) if command is not None else {}
     places = {
@@ -146,5 +146,5 @@ def place_advice(command: Command | None, line: CommandLine | None, path: str | 
 
 
 def _is_at(path: Path, place: Path) -> bool:
-    """Whether a file is the one that an option's value names, lies below it, or is its lock."""
+    """Return whether `path` is `place`, lies below it, or is its lock."""
     return path in (place, lock_beside(place)) or place in path.parents

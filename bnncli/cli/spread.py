@@ -1,4 +1,4 @@
-"""Commands that torchrun starts in several processes: who works, on which device, and who talks."""
+"""Run commands in several processes under torchrun: roles, devices and output."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ NUM_SHARDS = 64
 
 
 def is_follower() -> bool:
-    """Whether torchrun has started this process beside another one that talks."""
+    """Return whether this process is a torchrun worker other than worker 0."""
     found = workers.rank_and_size()
     return found is not None and found[0] > 0
 
 
 def own_device(options: ComputeOptions) -> ComputeOptions:
-    """The options with this worker's own GPU, where it may choose."""
+    """Return the options with this worker's own GPU, if the device is not fixed."""
     found = workers.rank_and_size()
     if found is None or options.device not in ("auto", "cuda") or device_name(options.device) == "cpu":
         return options
     local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    if here > count:  # all workers know it, and the first says it
+    if here > count:  # all workers raise; worker 0 reports
         raise UsageError(
             f"torchrun started {here} workers on this machine, which has {counted(count, 'GPU')}",
             hint=f"start {count} with --nproc-per-node {count}, or use \0device\0 cpu",
@@ -59,17 +59,16 @@ def own_device(options: ComputeOptions) -> ComputeOptions:
 
 @contextmanager
 def workers_joined(command: str, own: object, options: ComputeOptions, console: Console) -> Iterator[bool]:
-    """Inside, this process works with the others; gives whether it has work at all.
+    """Join the other workers inside the context; yields whether this process has work.
 
-    A command whose work is not shared out is done by the first worker alone. What ends one of them is told to the first,
-    which says it.
+    Worker 0 alone runs a command that is not parallel. An error that ends a worker is sent to worker 0, which reports
+    it.
 
     Args:
         own: the command's own options.
 
     Raises:
-        DeviceError: the others do not come; one of them was killed; or, of a worker that has told the first what ends it,
-            that it has.
+        DeviceError: the other workers do not connect, one was killed, or worker 0 reports this worker's error.
     """
     started = workers.rank_and_size()
     rank, size = started or (0, 1)
@@ -104,14 +103,14 @@ def workers_joined(command: str, own: object, options: ComputeOptions, console: 
 
 
 def _part(error: BaseException, joined: workers.Team, console: Console) -> None:
-    """Tell the others what ends this process. Raises DeviceError where that is one that was killed, or the first says it.
+    """Send the error that ends this process to the others. Raises DeviceError if another process is to report.
 
-    torchrun ends all when any has gone: none goes before the first, which would be ended in the midst of what it says.
+    torchrun stops all workers as soon as one exits, so the others wait for worker 0 to finish its report.
     """
     known = left_by(error) if isinstance(error, SystemExit) else error if isinstance(error, BnnError) else None
     known = known or machine_error(error) or bug(error)  # type: ignore[arg-type]
     killed = workers.find_killed_worker() if isinstance(known, Interrupted) else None
-    if killed is not None:  # torchrun ends this process for it
+    if killed is not None:  # torchrun is stopping this process because of it
         killed.hint, known = known.hint, killed
     workers.disconnect(known)
     if killed is not None:
@@ -131,7 +130,7 @@ def _part(error: BaseException, joined: workers.Team, console: Console) -> None:
 
 @contextmanager
 def printed_aside() -> Iterator[None]:
-    """What a library or a user's factory prints inside goes to stderr: it must not mix with the result. Of a worker that is not the first it goes nowhere."""
+    """Redirect stdout of libraries and user factories to stderr, to keep results clean; discard it on followers."""
     results = sys.stdout
     try:
         if not is_follower():
@@ -145,6 +144,6 @@ def printed_aside() -> Iterator[None]:
 
 
 def quiet(options: CommonOptions) -> CommonOptions:
-    """The options of a worker whose lines nobody wants: the first says the same. PyTorch's own, where the first has gone, are less wanted still."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when it is imported
+    """Return quiet options for a follower, and silence PyTorch's log."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
     return replace(options, quiet=True, verbose=0, progress="none", log_file=None)

@@ -1,4 +1,4 @@
-"""The topics of `bnncli help`: each a few lines, from the registries that the code itself uses."""
+"""The topics of `bnncli help`, generated from the registries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bnncli.options.declaration import Form, choices_of, declarations, flag_of, 
 from bnncli.options.toml import base_type
 from bnncli.registry import names
 
-# What each exit code means, and what to do.
+# Meaning of each exit code, and what to do.
 ADVICE = {
     Exit.OK: "Done, or already up to date.",
     Exit.BUG: "A bug in bnncli. Report it with the traceback.",
@@ -33,7 +33,7 @@ ADVICE = {
     Exit.CONFIG: "The configuration file or grid file is wrong. The message names the line.",
 }
 
-# What the code reads of the environment, beside what sets options.
+# Environment variables that do not set options.
 ENVIRONMENT = {
     "BNNCLI_CONFIG": "Configuration file, used if --config is not given. The default is ./bnncli.toml.",
     "NO_COLOR": "Set it to print without colours.",
@@ -52,7 +52,7 @@ def lines_of(topic: str | None) -> list[str]:
     """Return the lines of a topic, or the list of topics for None.
 
     Raises:
-        UsageError: there is no such topic.
+        UsageError: unknown topic.
     """
     if topic is None:
         about = {name: text for name, (text, _) in TOPICS.items()}
@@ -112,7 +112,7 @@ def _forms(family: str) -> dict[str, str]:
 
 
 def _aligned(rows: dict[str, str], most: int = 28) -> list[str]:
-    """Return the lines of names and texts in two columns; a long name has its text below."""
+    """Format names and texts in two columns; a long name has its text below."""
     column = 4 + min(most, max(map(len, rows)))
     width = min(get_terminal_size().columns, MAX_WIDTH)
     found = []

@@ -1,4 +1,4 @@
-"""The covariance of several layers: theta's consecutive pieces, none correlated with another."""
+"""The covariance of several layers: independent, consecutive pieces of theta."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InLayers:
-    """Sigma with a block for each of theta's consecutive pieces.
+    """Sigma with one block per consecutive piece of theta.
 
     Args:
-        pieces: in theta's order.
-        stored: what a posterior file has of it, float64.
+        pieces: in theta order.
+        stored: tensors of the posterior file, float64.
     """
 
     structure: ClassVar[str]
@@ -42,51 +42,51 @@ class InLayers:
 
     @property
     def jitter(self) -> float:
-        """The most that a piece had to add to its precision."""
+        """Largest jitter added to a piece's precision."""
         return max(float(getattr(piece, "jitter", 0.0)) for piece in self.pieces)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        """z L^T, (S, P)."""
+        """Return z L^T, (S, P)."""
         return self._each(z, lambda piece, some: piece.unwhiten(some))
 
     def whiten(self, x: Tensor) -> Tensor:
-        """L^{-1} x, (S, P)."""
+        """Return L^{-1} x, (S, P)."""
         return self._each(x, lambda piece, some: piece.whiten(some))
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L, (S, P)."""
+        """Return gradient L, (S, P)."""
         return self._each(gradient, lambda piece, some: piece.pull_back(some))
 
     def log_det_scale(self) -> float:
-        """log|det L|."""
+        """Return log|det L|."""
         return sum(piece.log_det_scale() for piece in self.pieces)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """What is stored, float64."""
+        """Return the stored tensors, float64."""
         return {name: tensor.double().cpu().contiguous() for name, tensor in self.stored.items()}
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """A copy elsewhere or in another precision; what is stored stays float64."""
+        """Return a copy on another device or in another precision; stored tensors stay float64."""
         pieces = tuple(piece.to(device=device, dtype=dtype) for piece in self.pieces)
         return type(self)(pieces, {name: tensor.to(device=device) for name, tensor in self.stored.items()})
 
     def _each(self, x: Tensor, work: Callable[[Covariance, Tensor], Tensor]) -> Tensor:
-        """x (S, P) with each piece's part of it changed."""
+        """Apply `work` to each piece of x (S, P)."""
         parts = x.split([piece.num_params for piece in self.pieces], dim=-1)
         return torch.cat([work(piece, part) for piece, part in zip(self.pieces, parts, strict=True)], dim=-1)
 
 
 class EigenLayers(InLayers):
-    """Of curvatures that are diagonal in a Kronecker product of bases, a layer each; what is no matrix has a diagonal.
+    """Curvatures that are diagonal in a Kronecker product of bases, one per layer; other parameters have a diagonal.
 
-    H has parts `hessian.<structure>.<weight's name>.` with `values` (K, F), `outputs` (K, K) and `features` (F, F): of that
-    weight as a matrix, and of its bias where F is one more than the weight has columns; and `hessian.<structure>.rest`, the
-    diagonal of all other parameters, in theta's order. These parts, and the prior, are what is stored.
+    H has parts `hessian.<structure>.<weight's name>.` with `values` (K, F), `outputs` (K, K) and `features` (F, F), for
+    a weight as a matrix, and for its bias if F is one more than the number of columns; and `hessian.<structure>.rest`,
+    the diagonal of all other parameters, in theta order. A file stores these parts and the prior.
     """
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Self:
-        """(H + Lambda)^{-1}. Raises NumericError when H is not finite."""
+        """Return (H + Lambda)^{-1}. Raises NumericError if H is not finite."""
         stored = {name: part.double() for name, part in hessian.items() if name.startswith("hessian.")}
         if not all(torch.isfinite(part).all() for part in stored.values()):
             raise NumericError("the Hessian is not finite", hint="check the inputs")
@@ -117,24 +117,24 @@ class EigenLayers(InLayers):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return cls.from_hessian(tensors, Prior.from_tensors(tensors), layout)
 
 
 class KronLayers(EigenLayers):
-    """Of Kronecker factors, a layer each."""
+    """Kronecker factors, one pair per layer."""
 
     structure: ClassVar[str] = "kron"
 
 
 class BlockLayers(InLayers):
-    """Of all pairs of parameters of one module, a module each: `hessian.block.<module>`; stored is the root of its inverse."""
+    """A full block per module, `hessian.block.<module>`; a file stores the root of its inverse."""
 
     structure: ClassVar[str] = "block"
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Self:
-        """(H + Lambda)^{-1}. Raises NumericError when a block is not finite, or not positive definite with the largest jitter."""
+        """Return (H + Lambda)^{-1}. Raises NumericError if a block is not finite or not positive definite."""
         precisions = prior.diagonal(layout)
         pieces: dict[str, Full] = {}
         for module, place in module_places(layout).items():
@@ -149,7 +149,7 @@ class BlockLayers(InLayers):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         jitter = float(tensors["cov.jitter"])
         stored = {name: tensor for name, tensor in tensors.items() if name.startswith("cov.")}
         names = [f"cov.block.{module}.scale_tril" for module in module_places(layout)]

@@ -1,7 +1,8 @@
-"""Products of a few vectors with a large triangular matrix, laid out once as the CPU's kernels read it.
+"""Products of a few vectors with a large triangular matrix, packed once into the layout of the CPU's kernels.
 
-Otherwise each product lays it out anew, which takes longer than the product (P = 7,700, 16 vectors, two threads: with L 15 ms and
-with its transpose 24; 8 and 9 so). The layouts are oneDNN's, by what torch.compile lays out frozen weights with.
+Otherwise each product packs it again, which takes longer than the product: with P = 7,700, 16 vectors and two threads,
+products with L take 15 ms and with its transpose 24 ms; packed, 8 and 9 ms. The layouts are oneDNN's, as used by
+torch.compile for frozen weights.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WIDTH = 1024  # rows and columns of a part
-_USUAL_ROWS = 16  # of the vectors, chains say, that the layout is made for; others give the same numbers
+_USUAL_ROWS = 16  # number of vectors, such as chains, that the layout is optimised for; others give the same numbers
 
 
 @dataclass(frozen=True)
 class PackedTriangle:
-    """L (P, P), lower triangular, float32, on a CPU: what is zero is left out.
+    """L (P, P), lower triangular, float32, on a CPU, without the zero half.
 
     Args:
-        rows: parts of rows, up to the diagonal, each with where its columns stop.
-        columns: parts of columns, from the diagonal on, each with where its rows start.
+        rows: row panels up to the diagonal, each with its last column.
+        columns: column panels from the diagonal on, each with its first row.
     """
 
     rows: tuple[tuple[int, Tensor], ...]
@@ -34,7 +35,7 @@ class PackedTriangle:
 
     @classmethod
     def of(cls, root: Tensor) -> PackedTriangle | None:
-        """L of any precision in float32; None where it is not on a CPU, or PyTorch has no such layouts there."""
+        """Pack L in float32; None if L is not on a CPU or PyTorch lacks the layouts."""
         if root.device.type != "cpu" or not has_layouts():
             return None
         ends = [(start, min(start + _WIDTH, len(root))) for start in range(0, len(root), _WIDTH)]
@@ -43,19 +44,19 @@ class PackedTriangle:
         return cls(rows, columns)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        """z L^T, (S, P)."""
+        """Return z L^T, (S, P)."""
         z = z.float()
         return torch.cat([_product(z[:, :stop], part) for stop, part in self.rows], dim=1)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L, (S, P)."""
+        """Return gradient L, (S, P)."""
         gradient = gradient.float()
         return torch.cat([_product(gradient[:, start:], part) for start, part in self.columns], dim=1)
 
 
 @cache
 def has_layouts() -> bool:
-    """Whether PyTorch multiplies by such layouts on this CPU: the operators are not public, and may be gone."""
+    """Return whether PyTorch supports packed products on this CPU. The operators are not public and may disappear."""
     if not torch.backends.mkldnn.is_available():
         return False
     with suppress(AttributeError, RuntimeError):
@@ -69,7 +70,7 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def _product(vectors: Tensor, packed: Tensor) -> Tensor:
-    """vectors (S, n) times the transpose of a packed matrix (m, n)."""
+    """Return vectors (S, n) times the transpose of a packed matrix (m, n)."""
     product: Tensor = _kernels()._linear_pointwise(vectors, packed, None, "none", [], "")
     return product
 

@@ -1,10 +1,13 @@
-"""Triangular roots of the inverse of one large matrix, panel by panel: a factor and its inverse in one go, half of the operations
-of a factor and a solve, in the memory of one matrix, shared out among workers where there are several.
+"""Triangular root of the inverse of one large matrix, panel by panel, distributed over workers.
 
-A panel is some consecutive columns of the lower triangle. The factor's panels come from left to right; each changes all columns to
-its right, of the factor, and all to its left, of the inverse, which are whole with the last one. Golub and Van Loan (2013), Matrix
-Computations, 4.2.9 (block outer product Cholesky) and 3.1.3. Workers own panels in turn, and a panel that is done is all that they send:
-every product is of the same numbers, and rounds alike, for any number of workers. Between two products a signal ends it.
+Computes a Cholesky factor and its inverse together, with half the operations of factor and solve, in the memory of one
+matrix.
+
+A panel is a set of consecutive columns of the lower triangle. The panels of the factor are computed from left to right.
+Each updates the factor's columns to its right and the inverse's columns to its left; the inverse is complete after the
+last panel. Golub and Van Loan (2013), Matrix Computations, 4.2.9 (block outer product Cholesky) and 3.1.3. Workers own
+panels in turn and send only finished panels. Every product has the same operands, and so rounds alike, for any number
+of workers. A signal stops the computation between two products.
 """
 
 from __future__ import annotations
@@ -23,21 +26,21 @@ if TYPE_CHECKING:
 
 NAME = "a Cholesky factorisation"
 
-# Of these columns (start, stop) of a symmetric matrix the rows from `start` on, new, (F - start, stop - start).
+# Returns, for columns (start, stop) of a symmetric matrix, a new tensor of the rows from `start` on.
 Columns: TypeAlias = "Callable[[int, int], Tensor]"
 
 
 def panelled_root(columns: Columns, size: int, team: Team, *, device: torch.device) -> Tensor | None:
-    """L (F, F), lower triangular, float64, with L L^T = A^{-1}; None where A has no Cholesky factor.
+    """Return L (F, F), lower triangular, float64, with L L^T = A^{-1}; None if A has no Cholesky factor.
 
     Args:
-        columns: of A with its rows and columns in reversed order. Those of a worker's own panels are asked for, each once.
+        columns: columns of A with rows and columns in reversed order; called once for each panel that this worker owns.
         size: F.
-        team: the workers, of whom each gets all of L.
-        device: of the columns, and of L.
+        team: the workers; each gets all of L.
+        device: of the columns and of L.
 
     Raises:
-        Interrupted: a signal has come.
+        Interrupted: a signal arrived.
     """
     panels = _Panels(size, team, device)
     for number in panels.own:
@@ -51,17 +54,17 @@ def panelled_root(columns: Columns, size: int, team: Team, *, device: torch.devi
 
 
 def _is_sound(panel: Tensor) -> bool:
-    """Whether the panel has a factor; on a GPU that is seen at the end, in what it leads to, and nobody waits for it here."""
+    """Return whether the panel has a factor. On a GPU, the final result shows it, without a synchronisation here."""
     return panel.device.type != "cpu" or bool(torch.isfinite(panel[0]).all())
 
 
 @dataclass
 class _Panels:
-    """The panels of one factorisation that are this worker's.
+    """This worker's panels of a factorisation.
 
     Args:
-        left: of the matrix, less what the factor's panels so far explain; gone when they are factored.
-        inverse: of the factor's inverse, as far as the panels so far tell.
+        left: columns of the matrix minus the contribution of the factor's panels so far; removed once factored.
+        inverse: columns of the factor's inverse, as far as computed.
     """
 
     size: int
@@ -72,25 +75,25 @@ class _Panels:
 
     @property
     def width(self) -> int:
-        """Columns of each, but the last."""
+        """Columns per panel, except the last."""
         return panel_width(self.device.type)
 
     @property
     def count(self) -> int:
-        """How many all of them are."""
+        """Number of panels of all workers."""
         return -(-self.size // self.width)
 
     @property
     def own(self) -> range:
-        """This worker's."""
+        """Panels of this worker."""
         return range(self.team.rank, self.count, self.team.size)
 
     def ends(self, number: int) -> tuple[int, int]:
-        """Its first column, and the first of the next."""
+        """Return the first column of a panel and of the next."""
         return number * self.width, min((number + 1) * self.width, self.size)
 
     def factored(self, number: int) -> Tensor | None:
-        """The factor's panel, the inverse in place of its square head; NaN where there is none; None where it is another's."""
+        """Return the factor's panel, its square head inverted; NaN without a factor, None if another worker owns it."""
         panel = self.left.pop(number, None)
         if panel is None:
             return None
@@ -104,14 +107,14 @@ class _Panels:
         return panel
 
     def shared(self, number: int, panel: Tensor | None) -> Tensor:
-        """The panel, as its owner has it."""
+        """Return the panel, broadcast by its owner."""
         start, stop = self.ends(number)
         if panel is None:
             panel = torch.empty(self.size - start, stop - start, dtype=torch.float64, device=self.device)
         return self.team.broadcast(panel, owner=number % self.team.size)
 
     def take(self, number: int, panel: Tensor) -> None:
-        """What a panel of the factor changes of the others."""
+        """Update this worker's panels with a panel of the factor."""
         (start, stop), width = self.ends(number), panel.shape[1]
         head, below = panel[:width], panel[width:]
         for other in self.own:
@@ -130,7 +133,7 @@ class _Panels:
             mine[stop - first :].addmm_(below, done, alpha=-1)
 
     def root(self) -> Tensor:
-        """The inverse's transpose with rows and columns in reversed order: L of the matrix as it was."""
+        """Return the inverse's transpose with rows and columns in reversed order: L of the original matrix."""
         root = torch.zeros(self.size, self.size, dtype=torch.float64, device=self.device)
         for number in range(self.count):
             signals.raise_if_interrupted(NAME)

@@ -1,4 +1,4 @@
-"""Triangular roots of inverses: what the structures that hold whole matrices are made with."""
+"""Triangular roots of inverses, for the structures that hold dense matrices."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Result = TypeVar("Result")
-Rows: TypeAlias = "Callable[[int, int], Tensor]"  # of a symmetric matrix (F, F) the rows start..stop, (stop - start, F)
+Rows: TypeAlias = "Callable[[int, int], Tensor]"  # rows start..stop of a symmetric matrix (F, F), (stop - start, F)
 
-_LOOK = 256  # rows that are looked at together
+_LOOK = 256  # rows checked at a time
 
-# Relative to the mean diagonal of the precision; beyond the last step the matrix is wrong, not rounded.
+# Relative to the mean diagonal of the precision; a matrix that needs more is wrong, not rounded.
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6)
 
 
 def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
-    """L (..., F, F), lower triangular with L L^T = (precision + jitter I)^{-1}, and the jitter, 0 nearly always.
+    """Return L (..., F, F), lower triangular with L L^T = (precision + jitter I)^{-1}, and the jitter, nearly always 0.
 
     Args:
-        precision: (..., F, F), float64, symmetric, one matrix or a batch; its diagonal is overwritten when jitter is needed.
+        precision: (..., F, F), float64, symmetric, one matrix or a batch; its diagonal is overwritten if jitter is
+            needed.
 
     Raises:
-        NumericError: when even the largest jitter leaves a matrix without a Cholesky factor, or it is not finite.
+        NumericError: a matrix is not finite, or has no Cholesky factor even with the largest jitter.
     """
     if precision.ndim == 2 and is_large(len(precision)):
         zero = precision.new_zeros(len(precision))
@@ -44,7 +45,7 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
     def root(added: float) -> Tensor | None:
         diagonal.add_(added - before[0])
         before[0] = added
-        # With the order of the parameters reversed, the inverse of the factor is lower triangular again.
+        # With the parameters in reversed order, the inverse of the factor is lower triangular again.
         root, failed = _long(precision, 1 / 3, lambda: torch.linalg.cholesky_ex(precision.flip(-2, -1)))
         return None if failed.any() else _long(precision, 1, partial(_inverse_transposed, root.flip(-2, -1)))
 
@@ -52,11 +53,11 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
 
 
 def root_of_sum(rows: Rows, diagonal: Tensor, *, mean: float) -> tuple[Tensor, float]:
-    """The same of one large matrix plus a diagonal (F,): panel by panel, shared out among the workers where there are several.
+    """Return the root of the inverse of a large matrix plus a diagonal (F,), by panels distributed over the workers.
 
     Args:
-        rows: of the matrix.
-        mean: of the sum's diagonal.
+        rows: rows of the matrix.
+        mean: mean diagonal of the sum.
     """
     size, workers = len(diagonal), team() or Team(0, 1)
 
@@ -80,11 +81,11 @@ def _is_finite(rows: Rows, start: int, size: int) -> bool:
 def _jittered(
     root: Callable[[float], Tensor | None], size: float, *, is_finite: Callable[[], bool]
 ) -> tuple[Tensor, float]:
-    """The first root that is there, and what was added to the diagonal. Raises NumericError without one."""
-    if math.isfinite(size):  # infinite numbers can have a root of zeros
+    """Return the first root that exists and the jitter added to the diagonal. Raises NumericError if there is none."""
+    if math.isfinite(size):  # a matrix with infinite entries can have a root of zeros
         for step in JITTERS:
             found = root(step * size)
-            if found is not None and math.isfinite(float(found.sum())):  # torch.isfinite makes a copy of a large matrix
+            if found is not None and math.isfinite(float(found.sum())):  # torch.isfinite would copy a large matrix
                 return found, step * size
     if not math.isfinite(size) or not is_finite():
         raise NumericError("the posterior precision is not finite", hint="check the inputs")
@@ -95,12 +96,12 @@ def _jittered(
 
 
 def _long(matrices: Tensor, share: float, work: Callable[[], Result]) -> Result:
-    """The work on matrices (..., F, F), of that share of F^3 operations each."""
+    """Run interruptible work on matrices (..., F, F), of `share` * F^3 operations each."""
     operations = share * matrices.numel() * matrices.shape[-1]
     return interruptible(work, operations=operations, device=matrices.device, name="a Cholesky factorisation")
 
 
 def _inverse_transposed(upper: Tensor) -> Tensor:
-    """The inverse's transpose, (..., F, F), of upper triangular matrices."""
+    """Return the transposed inverse, (..., F, F), of upper triangular matrices."""
     eye = torch.eye(upper.shape[-1], dtype=upper.dtype, device=upper.device).expand_as(upper)
     return torch.linalg.solve_triangular(upper, eye, upper=True).mT.contiguous()

@@ -1,8 +1,8 @@
-"""The covariance of a posterior that was fitted in the row space of the features: any structure there, the prior outside.
+"""The covariance of a posterior fitted in the row space of the features: any structure inside, the prior outside.
 
-With Q (D, r) a basis of the rows, Sigma = Q S Q^T + (I - Q Q^T) / precision for the weights of all outputs, S of the
-structure's own kind over theta inside; biases are inside. Its root Q L Q^T + (I - Q Q^T) / sqrt(precision) is applied as
-it is written: nothing of D x D is made.
+With a basis Q (D, r) of the rows, Sigma = Q S Q^T + (I - Q Q^T) / precision for the weights of all outputs, where S has
+a structure over theta inside; biases are inside. The root Q L Q^T + (I - Q Q^T) / sqrt(precision) is applied factor by
+factor, without a D x D matrix.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WithinRows:
-    """Sigma over all of theta, of an inner covariance over theta inside the span of the features.
+    """Sigma over all of theta, from an inner covariance over theta inside the span of the features.
 
     Args:
         inner: L L^T over K (r + 1) parameters.
         rows: the span.
-        precision: of the prior of each weight outside it.
+        precision: prior precision of each weight outside the span.
     """
 
     inner: Covariance
@@ -48,12 +48,12 @@ class WithinRows:
 
     @property
     def structure(self) -> str:
-        """Of the inner covariance."""
+        """Structure of the inner covariance."""
         return self.inner.structure
 
     @property
     def jitter(self) -> float:
-        """What the inner covariance had to add to its precision."""
+        """Jitter of the inner covariance."""
         return float(getattr(self.inner, "jitter", 0.0))
 
     @property
@@ -62,23 +62,23 @@ class WithinRows:
         return self.rows.layout.num_params
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        """z L^T, (S, P)."""
+        """Return z L^T, (S, P)."""
         return self._apply(z, self.inner.unwhiten, self.precision**-0.5)
 
     def whiten(self, x: Tensor) -> Tensor:
-        """L^{-1} x, (S, P)."""
+        """Return L^{-1} x, (S, P)."""
         return self._apply(x, self.inner.whiten, self.precision**0.5)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L, (S, P)."""
+        """Return gradient L, (S, P)."""
         return self._apply(gradient, self.inner.pull_back, self.precision**-0.5)
 
     def log_det_scale(self) -> float:
-        """log|det L|."""
+        """Return log|det L|."""
         return self.inner.log_det_scale() - 0.5 * self.rows.num_outside * math.log(self.precision)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The inner one's, `cov.basis` (D, r) and `cov.outside_precision` (1,), float64."""
+        """Return the inner tensors, `cov.basis` (D, r) and `cov.outside_precision` (1,), float64."""
         return {
             **self.inner.to_tensors(),
             "cov.basis": self.rows.basis.double().cpu().contiguous(),
@@ -86,12 +86,12 @@ class WithinRows:
         }
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> WithinRows:
-        """A copy elsewhere or in another precision."""
+        """Return a copy on another device or in another precision."""
         inner = self.inner.to(device=device, dtype=dtype)
         return replace(self, inner=inner, rows=self.rows.to(device=device, dtype=dtype))
 
     def _apply(self, x: Tensor, inside: Callable[[Tensor], Tensor], factor: float) -> Tensor:
-        """x (S, P) with a map of theta inside the span, and multiplied by the factor outside it."""
+        """Apply `inside` to theta inside the span of x (S, P), and `factor` outside it."""
         rows, x = self.rows, x.to(self.rows.basis)
         reduced = rows.reduce(x)
         weight, bias = rows.reduced.split(inside(reduced))
@@ -101,15 +101,15 @@ class WithinRows:
 
 
 def rows_of(covariance: Covariance) -> WithinRows | None:
-    """The covariance as one that was fitted in the row space of the features; None where it was over all of theta."""
+    """Return the covariance if it was fitted in the row space of the features; None if it was fitted over all of theta."""
     return covariance if isinstance(covariance, WithinRows) else None
 
 
 def read_covariance(structure: str, tensors: dict[str, Tensor], layout: HeadLayout | ModuleLayout) -> Covariance:
-    """The covariance over theta in a posterior file's tensors: of the structure, or of that in a row space."""
+    """Read the covariance over theta from a posterior file's tensors, possibly in a row space."""
     kind = registry.load_class("covariances", structure)
     if "cov.basis" not in tensors:
         whole: Covariance = kind.from_tensors(tensors, layout)
         return whole
-    rows = RowSpace(tensors["cov.basis"], cast(HeadLayout, layout))  # nothing else has a row space
+    rows = RowSpace(tensors["cov.basis"], cast(HeadLayout, layout))  # only heads have a row space
     return WithinRows(kind.from_tensors(tensors, rows.reduced), rows, float(tensors["cov.outside_precision"]))

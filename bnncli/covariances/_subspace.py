@@ -1,9 +1,9 @@
-"""The directions in which a Gaussian over theta is widest, in the coordinates that it is whitened by.
+"""Directions of largest variance of a Gaussian over theta, in whitened coordinates.
 
-With Sigma = L L^T and theta = m + L z, the right singular vectors w of L that have its K largest singular values are orthonormal
-directions of z along which theta moves as far as it can: L w = sqrt(variance) u, u the eigenvector of Sigma that has that
-variance. The coordinates of z along them and orthogonal to them are independent standard normals, so that what is done to the
-former alone has the density of the former alone to account for: exactly, whatever the directions are.
+With Sigma = L L^T and theta = m + L z, the right singular vectors w of L with the K largest singular values are
+orthonormal directions of z along which theta varies most: L w = sqrt(variance) u, where u is the eigenvector of Sigma
+with that variance. The coordinates of z along and orthogonal to them are independent standard normals. A transformation
+of the former alone therefore changes only their density: exactly, whatever the directions are.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from bnncli.shapes import check_shapes
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_DENSE = 2048  # parameters up to which L^T L is made and decomposed as a whole
-_MORE = 8  # directions that are sought beside those that are wanted: the last of them come slowest
-_POWERS = 2  # of L^T L that a round adds to the directions it has
-_ROUNDS, _RISE = 100, 1e-7  # at most; and the part by which the variance found must rise for another one
+_MOST_DENSE = 2048  # parameters up to which L^T L is formed and decomposed
+_MORE = 8  # extra directions beyond those wanted, because the last ones converge slowest
+_POWERS = 2  # powers of L^T L added per round
+_ROUNDS, _RISE = 100, 1e-7  # maximum rounds; relative increase of the variance below which iteration stops
 
 
 @dataclass(frozen=True)
 class Subspace:
-    """Some directions of whitened coordinates.
+    """Directions of whitened coordinates.
 
     Args:
-        basis: W (P, K), float64, orthonormal columns, the direction of the largest variance first.
+        basis: W (P, K), float64, orthonormal columns, largest variance first.
     """
 
     basis: Tensor
@@ -42,41 +42,41 @@ class Subspace:
 
     @classmethod
     def widest(cls, covariance: Covariance, count: int, generator: torch.Generator) -> Subspace:
-        """The K = count directions of the largest variance, 1 to P.
+        """Return the K = count directions of largest variance, 1 <= K <= P.
 
-        A structure may know them (`widest(count) -> (P, K)`, or None where it does not after all); of uncorrelated `pieces`
-        they are the widest of each piece's. Else they are found from products with L^T L: all of it where it is small, or by
-        block Krylov iterations (Musco and Musco 2015, arXiv:1504.05477), which find directions of nearly as large a variance
-        where many have nearly the same.
+        A structure may know them (`widest(count) -> (P, K)`, or None); for uncorrelated `pieces`, they are the widest
+        of each piece's. Otherwise they come from products with L^T L: from all of it if it is small, else from block
+        Krylov iterations (Musco and Musco 2015, arXiv:1504.05477), which find directions of nearly the largest variance
+        even if many variances are close.
 
         Args:
-            generator: of the first directions of an iteration.
+            generator: for the starting directions.
         """
         basis = _widest(covariance, count, generator)
-        # A direction's sign is arbitrary: its largest entry is positive.
+        # Fix the arbitrary sign: the largest entry is positive.
         peaks = basis.gather(0, basis.abs().argmax(dim=0, keepdim=True))
         return cls((basis * peaks.sign()).contiguous())
 
     @property
     def layout(self) -> MatrixLayout:
-        """Of the K coordinates."""
+        """Layout of the K coordinates."""
         return vector_layout(self.basis.shape[1])
 
     def reduce(self, z: Tensor) -> Tensor:
-        """The coordinates (..., K) of z (..., P), in z's precision."""
+        """Return the coordinates (..., K) of z (..., P), in z's precision."""
         return z @ self.basis.to(z)
 
     def lift(self, inside: Tensor) -> Tensor:
-        """z (..., P) with nothing outside, from coordinates (..., K); reduce is its inverse."""
+        """Return z (..., P) with zeros outside the subspace, from coordinates (..., K). `reduce` inverts it."""
         return inside @ self.basis.T.to(inside)
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Subspace:
-        """A copy elsewhere or in another precision."""
+        """Return a copy on another device or in another precision."""
         return replace(self, basis=self.basis.to(device=device, dtype=dtype))
 
 
 def _widest(covariance: Covariance, count: int, generator: torch.Generator) -> Tensor:
-    """Directions (P, K): the structure's own, its pieces', or those that products with L^T L find."""
+    """Return directions (P, K), from the structure, its pieces, or products with L^T L."""
     own = getattr(covariance, "widest", None)
     known: Tensor | None = None if own is None else own(count)
     if known is not None:
@@ -86,7 +86,7 @@ def _widest(covariance: Covariance, count: int, generator: torch.Generator) -> T
 
 
 def _of_pieces(pieces: Sequence[Covariance], count: int, generator: torch.Generator) -> Tensor:
-    """Directions (P, K), each in one of theta's consecutive pieces; of equal variances the first."""
+    """Return directions (P, K), each within one consecutive piece of theta; ties go to the first."""
     bases = [_widest(piece, min(count, piece.num_params), generator) for piece in pieces]
     variances = torch.cat(
         [piece.unwhiten(basis.T).double().square().sum(dim=1) for piece, basis in zip(pieces, bases, strict=True)]
@@ -103,7 +103,7 @@ def _of_pieces(pieces: Sequence[Covariance], count: int, generator: torch.Genera
 
 
 def _from_products(covariance: Covariance, count: int, generator: torch.Generator) -> Tensor:
-    """The same, from products with L^T L."""
+    """Return directions (P, K) from products with L^T L."""
     size = covariance.num_params
     device = covariance.unwhiten(torch.zeros(1, size, dtype=torch.float64)).device
     if size <= max(_MOST_DENSE, (_POWERS + 1) * (count + _MORE)):
@@ -116,7 +116,7 @@ def _from_products(covariance: Covariance, count: int, generator: torch.Generato
 
 
 def _iterated(multiply: Callable[[Tensor], Tensor], rows: Tensor, count: int) -> Tensor:
-    """The same, from first directions (K + more, P)."""
+    """Return directions (P, K) by block Krylov iteration from starting directions (K + extra, P)."""
     found = 0.0
     for _ in range(_ROUNDS):
         powers = [rows]

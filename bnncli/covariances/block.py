@@ -1,6 +1,6 @@
-"""The block covariance: pairs of parameters of the same output.
+"""The block covariance: all pairs of parameters of the same output.
 
-One F x F matrix for each of the K outputs: where a full covariance has K^2 F^2 numbers, this has K F^2.
+One F x F matrix per output: K F^2 numbers, where a full covariance has K^2 F^2.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Block:
 
     Args:
         scale_tril: (K, F, F), in the order of the augmented matrix: an output's weights, then its bias.
-        layout: how the augmented matrix (K, F) lies in theta.
-        jitter: what had to be added to the precisions' diagonals before they could be factored; 0 nearly always.
+        layout: position of the augmented matrix (K, F) in theta.
+        jitter: added to the precisions' diagonals to factor them; nearly always 0.
     """
 
     structure: ClassVar[str] = "block"
@@ -41,12 +41,12 @@ class Block:
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: MatrixLayout) -> Block | BlockLayers:
-        """(H_k + Lambda_k)^{-1} for each output, Lambda_k the prior's precisions, factored in float64.
+        """Return (H_k + Lambda_k)^{-1} for each output, with prior precisions Lambda_k, factored in float64.
 
-        Of several layers, where the Hessian's parts are, a block for each of them.
+        If the Hessian has parts for several layers, each gets a block.
 
         Raises:
-            NumericError: when a block is not finite, or not positive definite with the largest jitter.
+            NumericError: a block is not finite, or not positive definite with the largest jitter.
         """
         if "hessian.block" not in hessian:
             return BlockLayers.from_hessian(hessian, prior, layout)
@@ -58,31 +58,31 @@ class Block:
         return cls(scale, layout, jitter)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        """z L^T, (S, P)."""
+        """Return z L^T, (S, P)."""
         return self._by_output(z, self.scale_tril.mT)
 
     def whiten(self, x: Tensor) -> Tensor:
-        """L^{-1} x, (S, P)."""
+        """Return L^{-1} x, (S, P)."""
         columns = self.layout.augment(x.to(self.scale_tril)).permute(1, 2, 0)
         solved = torch.linalg.solve_triangular(self.scale_tril, columns, upper=False)
         return self.layout.flatten(solved.permute(2, 0, 1))
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L, (S, P)."""
+        """Return gradient L, (S, P)."""
         return self._by_output(gradient, self.scale_tril)
 
     def log_det_scale(self) -> float:
-        """log|det L|."""
+        """Return log|det L|."""
         return float(self.scale_tril.diagonal(dim1=1, dim2=2).double().log().sum())
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`cov.block.scale_tril` (K, F, F) and `cov.jitter` (1,), float64."""
+        """Return `cov.block.scale_tril` (K, F, F) and `cov.jitter` (1,), float64."""
         jitter = torch.tensor([self.jitter], dtype=torch.float64)
         return {"cov.block.scale_tril": self.scale_tril.double().cpu().contiguous(), "cov.jitter": jitter}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Block | BlockLayers:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         if "cov.block.scale_tril" not in tensors:
             return BlockLayers.from_tensors(tensors, layout)
         scale, size = tensors["cov.block.scale_tril"], layout.num_features + layout.has_bias
@@ -91,10 +91,10 @@ class Block:
         return cls(scale, layout, float(tensors["cov.jitter"]))
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Block:
-        """A copy elsewhere or in another precision."""
+        """Return a copy on another device or in another precision."""
         return replace(self, scale_tril=self.scale_tril.to(device=device, dtype=dtype))
 
     def _by_output(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """x (S, P) with each output's parameters, as a row vector, times its matrix of (K, F, F)."""
+        """Multiply each output's parameters in x (S, P), as a row vector, by its matrix of (K, F, F)."""
         rows = self.layout.augment(x.to(self.scale_tril)).transpose(0, 1)
         return self.layout.flatten((rows @ matrices).transpose(0, 1))

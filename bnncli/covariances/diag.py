@@ -32,7 +32,7 @@ class Diag:
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Diag:
-        """1 / (diag(H) + the prior's precisions). Raises NumericError when that is not finite."""
+        """Return 1 / (diag(H) + prior precisions). Raises NumericError if that is not finite."""
         curvature = hessian["hessian.diag"].double()
         variances = 1 / (curvature + prior.diagonal(layout, device=curvature.device))
         if not (torch.isfinite(curvature).all() and torch.isfinite(variances).all()):
@@ -40,40 +40,40 @@ class Diag:
         return cls(variances)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        """z L^T, (S, P)."""
+        """Return z L^T, (S, P)."""
         return z.to(self.variances) * self.variances.sqrt()
 
     def whiten(self, x: Tensor) -> Tensor:
-        """L^{-1} x, (S, P)."""
+        """Return L^{-1} x, (S, P)."""
         return x.to(self.variances) / self.variances.sqrt()
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L, (S, P)."""
+        """Return gradient L, (S, P)."""
         return self.unwhiten(gradient)
 
     def log_det_scale(self) -> float:
-        """log|det L|."""
+        """Return log|det L|."""
         return float(0.5 * self.variances.double().log().sum())
 
     def widest(self, count: int) -> Tensor:
-        """The coordinates of the largest variances as directions (P, K), one-hot; of equal ones the first."""
+        """Return the coordinates of the largest variances as one-hot directions (P, K); ties go to the first."""
         places = self.variances.sort(descending=True, stable=True).indices[:count]
         basis = torch.zeros(self.num_params, count, dtype=torch.float64, device=places.device)
         return basis.scatter_(0, places.unsqueeze(0), 1.0)
 
     def marginal_variances(self) -> Tensor:
-        """The variances, (P,)."""
+        """Return the variances, (P,)."""
         return self.variances
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`cov.diag`, (P,) float64."""
+        """Return `cov.diag`, (P,) float64."""
         return {"cov.diag": self.variances.double().cpu().contiguous()}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Diag:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return cls(tensors["cov.diag"])
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Diag:
-        """A copy elsewhere or in another precision."""
+        """Return a copy on another device or in another precision."""
         return replace(self, variances=self.variances.to(device=device, dtype=dtype))

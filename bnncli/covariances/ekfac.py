@@ -1,4 +1,4 @@
-"""The covariance in the eigenbasis of the Kronecker factors, with a diagonal fitted there; see `network_curvature.ekfac`."""
+"""The covariance with a diagonal fitted in the eigenbasis of Kronecker factors; see `network_curvature.ekfac`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from bnncli.covariances._layers import EigenLayers
 
 
 class Ekfac(EigenLayers):
-    """A layer each; parameters that are no matrix have a diagonal."""
+    """One block per layer; parameters that form no matrix have a diagonal."""
 
     structure: ClassVar[str] = "ekfac"

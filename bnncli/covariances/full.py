@@ -1,4 +1,4 @@
-"""The full covariance: every pair of parameters."""
+"""The full covariance: all pairs of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bnncli.system.memory import is_large
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Parameters: of 7,700 (float32, 16 chains, two threads) products with all of L take 60 ms, with what is not zero 13 to 16.
+# 7,700 parameters, float32, 16 chains, two threads: products take 60 ms with all of L, 13 to 16 ms without zeros.
 _LARGE, _PRODUCT_WIDTH = 2048, 1024
 
 
@@ -25,7 +25,7 @@ class Full:
 
     Args:
         scale_tril: L, (P, P).
-        jitter: what had to be added to the precision's diagonal before it could be factored; 0 nearly always.
+        jitter: added to the precision's diagonal to factor it; nearly always 0.
     """
 
     structure: ClassVar[str] = "full"
@@ -39,10 +39,10 @@ class Full:
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Full:
-        """(H + Lambda)^{-1}, Lambda the prior's precisions, factored in float64.
+        """Return (H + Lambda)^{-1}, with prior precisions Lambda, factored in float64.
 
         Raises:
-            NumericError: when even the largest jitter leaves the precision without a Cholesky factor.
+            NumericError: the precision has no Cholesky factor even with the largest jitter.
         """
         matrix = hessian["hessian.full"].double()
         precisions = prior.diagonal(layout, device=matrix.device).double()
@@ -54,67 +54,67 @@ class Full:
         return inverse(precision)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        """z L^T, (S, P)."""
+        """Return z L^T, (S, P)."""
         z, root = z.to(self.scale_tril), self.scale_tril
         if self.num_params <= _LARGE:
             return z @ root.T
         return torch.cat([z[:, :stop] @ root[start:stop, :stop].T for start, stop in self._panels()], dim=1)
 
     def whiten(self, x: Tensor) -> Tensor:
-        """L^{-1} x, (S, P)."""
+        """Return L^{-1} x, (S, P)."""
         return torch.linalg.solve_triangular(self.scale_tril, x.to(self.scale_tril).T, upper=False).T
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L, (S, P)."""
+        """Return gradient L, (S, P)."""
         gradient, root = gradient.to(self.scale_tril), self.scale_tril
         if self.num_params <= _LARGE:
             return gradient @ root
         return torch.cat([gradient[:, start:] @ root[start:, start:stop] for start, stop in self._panels()], dim=1)
 
     def packed(self) -> PackedTriangle | None:
-        """The same L for thousands of float32 products of a few vectors; None where nothing is gained."""
+        """Return L packed for thousands of float32 products with a few vectors; None if that gains nothing."""
         return PackedTriangle.of(self.scale_tril) if self.num_params > _LARGE else None
 
     def _panels(self) -> list[tuple[int, int]]:
-        """Rows and columns of L in parts, whose products leave out what is zero."""
+        """Return ranges of rows and columns of L, whose products skip zeros."""
         size = self.num_params
         return [(start, min(start + _PRODUCT_WIDTH, size)) for start in range(0, size, _PRODUCT_WIDTH)]
 
     def log_det_scale(self) -> float:
-        """log|det L|."""
+        """Return log|det L|."""
         return float(self.scale_tril.diagonal().double().log().sum())
 
     def marginal_variances(self) -> Tensor:
-        """The diagonal of Sigma, (P,)."""
+        """Return the diagonal of Sigma, (P,)."""
         return self.scale_tril.square().sum(dim=1)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`cov.scale_tril` (P, P) and `cov.jitter` (1,), float64."""
+        """Return `cov.scale_tril` (P, P) and `cov.jitter` (1,), float64."""
         jitter = torch.tensor([self.jitter], dtype=torch.float64)
         return {"cov.scale_tril": self.scale_tril.double().cpu().contiguous(), "cov.jitter": jitter}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Full:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return cls(tensors["cov.scale_tril"], jitter=float(tensors["cov.jitter"]))
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Full:
-        """A copy elsewhere or in another precision."""
+        """Return a copy on another device or in another precision."""
         return replace(self, scale_tril=self.scale_tril.to(device=device, dtype=dtype))
 
 
 def inverse(precision: Tensor) -> Full:
-    """The covariance of a precision (P, P), float64, that may be changed. Raises NumericError as from_hessian does."""
+    """Return the covariance of a precision (P, P), float64, which may be overwritten. Raises as from_hessian."""
     return Full(*inverse_root(precision))
 
 
 def from_rows(rows: Rows, precisions: Tensor, *, mean: float) -> Full:
-    """(H + Lambda)^{-1} of a large matrix, panel by panel, shared out among workers where there are several.
+    """Return (H + Lambda)^{-1} of a large matrix, panel by panel, distributed over the workers.
 
     Args:
-        rows: gives those of H from start to stop.
-        precisions: Lambda's diagonal (P,), where the root shall be.
-        mean: of the diagonal of H + Lambda.
+        rows: returns rows start..stop of H.
+        precisions: diagonal of Lambda (P,), on the device of the result.
+        mean: mean diagonal of H + Lambda.
 
     Raises:
         NumericError: as from_hessian.

@@ -1,8 +1,8 @@
-"""The covariance of a Hessian of low rank: (U^T S U + Lambda)^{-1} by Woodbury's identity, for any prior.
+"""The covariance of a low-rank Hessian: (U^T S U + Lambda)^{-1} by the Woodbury identity, for any prior.
 
-With U (r, P) and S diagonal, and Q (P, r) and c^{1/2} the left singular vectors and the singular values of
-Lambda^{-1/2} U^T S^{1/2}, the precision is Lambda^{1/2} (I + Q diag(c) Q^T) Lambda^{1/2}, and
-L = Lambda^{-1/2} (I + Q diag((1 + c)^{-1/2} - 1) Q^T) has L L^T = Sigma exactly. Outside the r directions it is the prior.
+With U (r, P), S diagonal, and Q (P, r) and c^{1/2} the left singular vectors and the singular values of Lambda^{-1/2}
+U^T S^{1/2}, the precision is Lambda^{1/2} (I + Q diag(c) Q^T) Lambda^{1/2}, and L = Lambda^{-1/2} (I + Q diag((1 +
+c)^{-1/2} - 1) Q^T) satisfies L L^T = Sigma exactly. Outside the r directions it is the prior.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class LowRank:
 
     Args:
         basis: Q, (P, r).
-        curvature: c, (r,), not negative: of H beside the prior along each.
+        curvature: c, (r,), not negative: curvature of H relative to the prior along each direction.
         precisions: Lambda, (P,).
-        hessian: U (r, P) and S (r,), by the names that a file has them under.
-        prior: whose precisions they are.
+        hessian: U (r, P) and S (r,), by their names in a file.
+        prior: source of the precisions.
     """
 
     structure: ClassVar[str] = "low-rank"
@@ -47,7 +47,7 @@ class LowRank:
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> LowRank:
-        """(U^T S U + Lambda)^{-1}. Raises NumericError when H is not finite."""
+        """Return (U^T S U + Lambda)^{-1}. Raises NumericError if H is not finite."""
         vectors, values = (hessian[name].double() for name in _PARTS)
         if not (torch.isfinite(vectors).all() and torch.isfinite(values).all()):
             raise NumericError("the eigenvectors of the Hessian are not finite", hint="check the inputs")
@@ -59,44 +59,44 @@ class LowRank:
         )
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        """z L^T, (S, P)."""
+        """Return z L^T, (S, P)."""
         return self._scaled(z, (1 + self.curvature).rsqrt()) * self.precisions.rsqrt()
 
     def whiten(self, x: Tensor) -> Tensor:
-        """L^{-1} x, (S, P)."""
+        """Return L^{-1} x, (S, P)."""
         return self._scaled(x.to(self.precisions) * self.precisions.sqrt(), (1 + self.curvature).sqrt())
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L, (S, P)."""
+        """Return gradient L, (S, P)."""
         return self._scaled(gradient.to(self.precisions) * self.precisions.rsqrt(), (1 + self.curvature).rsqrt())
 
     def log_det_scale(self) -> float:
-        """log|det L|."""
+        """Return log|det L|."""
         return float(-0.5 * (self.curvature.double().log1p().sum() + self.precisions.double().log().sum()))
 
     def marginal_variances(self) -> Tensor:
-        """The diagonal of Sigma, (P,)."""
+        """Return the diagonal of Sigma, (P,)."""
         lessened = self.curvature / (1 + self.curvature)
         return (1 - self.basis.square() @ lessened) / self.precisions
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """U and S, float64, and the prior's tensors; Q is computed again on load."""
+        """Return U and S, float64, and the prior's tensors; loading recomputes Q."""
         stored = {name: part.double().cpu().contiguous() for name, part in self.hessian.items()}
         return {**stored, **self.prior.to_tensors()}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> LowRank:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return cls.from_hessian(tensors, Prior.from_tensors(tensors), layout)
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LowRank:
-        """A copy elsewhere or in another precision; what is stored stays as it is."""
+        """Return a copy on another device or in another precision; stored tensors are unchanged."""
         changed = {
             name: getattr(self, name).to(device=device, dtype=dtype) for name in ("basis", "curvature", "precisions")
         }
         return replace(self, **changed)
 
     def _scaled(self, x: Tensor, factors: Tensor) -> Tensor:
-        """x (S, P) (I + Q diag(factors - 1) Q^T)."""
+        """Return x (S, P) times (I + Q diag(factors - 1) Q^T)."""
         x = x.to(self.precisions)
         return x + ((x @ self.basis) * (factors - 1)) @ self.basis.T

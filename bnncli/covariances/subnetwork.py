@@ -1,6 +1,6 @@
-"""The covariance of some parameters of a network, the others fixed at the mean: Sigma = L L^T with L (P, N), N nonzero rows.
+"""The covariance of some parameters, the others fixed at the mean: Sigma = L L^T, L (P, N) with N nonzero rows.
 
-A draw is made of N standard normals, and its density is that of the N parameters, given all others.
+A draw uses N standard normals, and its density is that of the N parameters given all others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bnncli.parameters.prior import Prior
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_THE_PRIOR = 0.95  # of the prior's variance: the data say next to nothing
+AS_THE_PRIOR = 0.95  # share of the prior's variance above which the data say next to nothing
 
 
 @dataclass(frozen=True)
@@ -36,44 +36,44 @@ class Subnetwork:
 
     @property
     def jitter(self) -> float:
-        """What had to be added to the precision's diagonal."""
+        """Jitter added to the precision's diagonal."""
         return self.inner.jitter
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Subnetwork:
-        """(H + Lambda)^{-1} of the parameters that vary. Raises NumericError where it is not positive definite."""
+        """Return (H + Lambda)^{-1} of the parameters that vary. Raises NumericError if not positive definite."""
         varying = hessian["hessian.subnetwork.indices"]
         precision = hessian["hessian.subnetwork.values"].double().clone()
         precision.diagonal().add_(prior.diagonal(layout, device=precision.device)[varying])
         return cls(varying, inverse(precision), layout.num_params)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        """z L^T (S, P), of z (S, N)."""
+        """Return z L^T (S, P), given z (S, N)."""
         moved = self.inner.unwhiten(z)
         theta = moved.new_zeros(len(moved), self.num_params)
         theta[:, self.varying] = moved
         return theta
 
     def whiten(self, x: Tensor) -> Tensor:
-        """L^{-1} x (S, N), of the parameters that vary of x (S, P)."""
+        """Return L^{-1} x (S, N), given x (S, P)."""
         return self.inner.whiten(x[:, self.varying])
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L (S, N), of gradient (S, P)."""
+        """Return gradient L (S, N), given gradient (S, P)."""
         return self.inner.pull_back(gradient[:, self.varying])
 
     def log_det_scale(self) -> float:
-        """log|det L| of the parameters that vary."""
+        """Return log|det L| of the parameters that vary."""
         return self.inner.log_det_scale()
 
     def marginal_variances(self) -> Tensor:
-        """The diagonal of Sigma, (P,)."""
+        """Return the diagonal of Sigma, (P,)."""
         variances = self.inner.scale_tril.new_zeros(self.num_params)
         variances[self.varying] = self.inner.marginal_variances()
         return variances
 
     def metrics(self, prior: Prior, layout: ParamLayout) -> dict[str, Any]:
-        """How many vary, of each tensor of parameters, and how many of them keep nearly all of the prior's variance."""
+        """Count the parameters that vary, in total and per tensor, and those that keep nearly all prior variance."""
         share = self.inner.marginal_variances() * prior.diagonal(layout, device=self.varying.device)[self.varying]
         places = self.varying.cpu()
         inside = {part.name: (places >= part.place.start) & (places < part.place.stop) for part in layout.parts}
@@ -85,14 +85,14 @@ class Subnetwork:
         }
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`cov.varying` (N,) int64, and `cov.scale_tril` (N, N) and `cov.jitter` (1,), float64."""
+        """Return `cov.varying` (N,) int64, and `cov.scale_tril` (N, N) and `cov.jitter` (1,), float64."""
         return {"cov.varying": self.varying.cpu().contiguous(), **self.inner.to_tensors()}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Subnetwork:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return cls(tensors["cov.varying"], Full.from_tensors(tensors, layout), layout.num_params)
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Subnetwork:
-        """A copy elsewhere or in another precision."""
+        """Return a copy on another device or in another precision."""
         return replace(self, varying=self.varying.to(device=device), inner=self.inner.to(device=device, dtype=dtype))

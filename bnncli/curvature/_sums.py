@@ -1,4 +1,4 @@
-"""Sums over the examples of what a structure makes of their features and probabilities, block by block in float64."""
+"""Sums over the examples of a function of features and probabilities, block by block in float64."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ _BLOCK_EXAMPLES = {"cpu": 2**13, "cuda": 2**16}
 def sum_over_examples(
     target: LastLayerTarget, theta: Tensor, sums: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """What `sums` makes of each block, added up: of features (n, F), a column of ones last if there is a bias, and
-    probabilities (K, n) at theta (P,)."""
+    """Sum `sums` over blocks of examples.
+
+    `sums` takes features (n, F), with a final column of ones if there is a bias, and probabilities (K, n) at theta
+    (P,).
+    """
     layout, probabilities = target.layout, target.row_probabilities(theta)
 
     def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
@@ -34,5 +37,5 @@ def sum_over_examples(
 
 
 def scaled(part: Tensor, target: LastLayerTarget) -> Tensor:
-    """The part times the scale of the target's likelihood."""
+    """Multiply the part by the scale of the target's likelihood."""
     return part if target.likelihood_scale == 1.0 else torch.mul(part, target.likelihood_scale)

@@ -1,4 +1,4 @@
-"""The diagonal blocks of the Hessian that belong to each output, H_k = sum_n p_k (1 - p_k) x x^T."""
+"""The diagonal blocks of the Hessian, one per output: H_k = sum_n p_k (1 - p_k) x x^T."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class Block:
 
     @staticmethod
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
-        """`hessian.block`, (K, F, F) float64."""
+        """Return `hessian.block`, (K, F, F) float64."""
         (total,) = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
         return {"hessian.block": scaled(total, target)}
 
     @staticmethod
     def num_elements(layout: MatrixLayout) -> int:
-        """K F^2."""
+        """Return K F^2."""
         return layout.num_params * (layout.num_features + layout.has_bias)
 
     @staticmethod
     def operations(layout: MatrixLayout, num_examples: int) -> Operations:
-        """2 N K F^2 of products, and a Cholesky factor and its inverse for each output."""
+        """Count 2 N K F^2 for products, and a Cholesky factor and its inverse per output."""
         num_outputs, size = layout.num_outputs, layout.num_features + layout.has_bias
         factors = 4 / 3 * num_outputs * float(size) ** 3
         return Operations(products=2 * num_examples * num_outputs * size**2, factors=factors)
 
     @staticmethod
     def most_elements(layout: MatrixLayout, *, largest_full: int, in_span: bool) -> float:
-        """What makes its sums as many operations as those of the largest full one, which needs a quarter of its products.
+        """Return the size whose sums cost as much as the largest full structure's, with a quarter of its products.
 
-        In the span, whose examples are few, its factors.
+        In the span, which has few examples, compare the factorisations instead.
         """
         if in_span:
             return largest_full**3 // (3 * (layout.num_features + layout.has_bias))
@@ -57,6 +57,6 @@ class Block:
 
 
 def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-    """sum_n p_k (1 - p_k) x x^T, (K, F, F), of features (n, F) and probabilities (K, n)."""
+    """Return sum_n p_k (1 - p_k) x x^T, (K, F, F), from features (n, F) and probabilities (K, n)."""
     weights = likelihood.hessian_diagonal(probabilities)
     return (weighted_grams(lambda rows: weights[:, rows], features, count=weights.shape[0]),)

@@ -29,26 +29,26 @@ class Diag:
 
     @staticmethod
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
-        """`hessian.diag`, (P,) float64."""
+        """Return `hessian.diag`, (P,) float64."""
         (total,) = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
         return {"hessian.diag": scaled(target.layout.flatten(total), target)}
 
     @staticmethod
     def num_elements(layout: ParamLayout) -> int:
-        """P."""
+        """Return P."""
         return layout.num_params
 
     @staticmethod
     def operations(layout: ParamLayout, num_examples: int) -> Operations:
-        """2 N P, one number at a time."""
+        """Count 2 N P elementwise operations."""
         return Operations(elementwise=2 * num_examples * layout.num_params, factors=float(layout.num_params))
 
     @staticmethod
     def most_elements(layout: ParamLayout, *, largest_full: int, in_span: bool) -> float:
-        """Any number."""
+        """Return infinity: any size is fast enough."""
         return math.inf
 
 
 def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-    """sum_n p_k (1 - p_k) x_d^2, (K, F), of features (n, F) and probabilities (K, n)."""
+    """Return sum_n p_k (1 - p_k) x_d^2, (K, F), from features (n, F) and probabilities (K, n)."""
     return ((likelihood.hessian_diagonal(probabilities) @ features.square()).double(),)

@@ -1,8 +1,7 @@
-"""All of the Hessian: every pair of parameters.
+"""The full Hessian: all pairs of parameters.
 
-The Hessian of a softmax is -p_k p_l off its diagonal and its rows sum to zero, so the K (K - 1) / 2 off-diagonal blocks
-sum_n p_k p_l x x^T give all of H. In logit space it is exact: for a last linear layer the generalised Gauss-Newton
-matrix is the Hessian.
+The Hessian of a softmax is -p_k p_l off the diagonal and its rows sum to zero, so the K (K - 1) / 2 off-diagonal blocks
+sum_n p_k p_l x x^T determine H. For a last linear layer, the generalised Gauss-Newton matrix is exactly the Hessian.
 """
 
 from __future__ import annotations
@@ -37,40 +36,40 @@ class Full:
 
     @staticmethod
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
-        """`hessian.full`, (P, P) float64."""
+        """Return `hessian.full`, (P, P) float64."""
         return {"hessian.full": whole_of_pairs(_pairs(target, theta), target.layout)}
 
     @staticmethod
     def rows(target: LastLayerTarget, theta: Tensor) -> Callable[[int, int], Tensor]:
-        """What gives rows start..stop of `hessian.full`, which need not be made whole: of a quarter to half of its numbers."""
+        """Return a function that computes rows start..stop of `hessian.full`, from a quarter to half of its numbers."""
         return rows_of_pairs(_pairs(target, theta), target.layout)
 
     @staticmethod
     def num_elements(layout: HeadLayout) -> int:
-        """P^2."""
+        """Return P^2."""
         return layout.num_params**2
 
     @staticmethod
     def operations(layout: HeadLayout, num_examples: int) -> Operations:
-        """2 N F^2 of products for each pair of outputs, and a Cholesky factor and its inverse, which panels make in half of the work."""
+        """Count 2 N F^2 for products per pair of outputs, and a Cholesky factor and inverse; panels halve the latter."""
         size = layout.num_features + layout.has_bias
         factors = (2 if is_large(layout.num_params) else 4) / 3 * float(layout.num_params) ** 3
         return Operations(products=2 * num_examples * layout.likelihood.num_pairs * size**2, factors=factors)
 
     @staticmethod
     def most_elements(layout: HeadLayout, *, largest_full: int, in_span: bool) -> float:
-        """Those of the largest that is quick."""
+        """Return the size of the largest full structure that is fast enough."""
         return largest_full**2
 
 
 def _pairs(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    """The sums of each pair of outputs, as `_sums` has them, over all examples."""
+    """Return the sums of `_sums` over all examples, one per pair of outputs."""
     (pairs,) = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
     return scaled(pairs, target)
 
 
 def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-    """sum_n w_n x x^T for the weights w of each pair of outputs: (pairs, F, F), or packed (pairs, T)."""
+    """Return sum_n w_n x x^T for the weights w of each pair of outputs: (pairs, F, F), or packed (pairs, T)."""
     count = likelihood.num_pairs
 
     def weights(rows: slice) -> Tensor:
@@ -82,7 +81,7 @@ def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tu
 
 
 def whole_of_pairs(pairs: Tensor, layout: HeadLayout) -> Tensor:
-    """H, (P, P) float64, of the sums of each pair of outputs; written in place, one output's rows at a time."""
+    """Return H, (P, P) float64, from the sums of the pairs of outputs; written in place, one output's rows at a time."""
     places = layout.places(pairs.device)
     matrix = pairs.new_empty(layout.num_params, layout.num_params)
     for k, rows in enumerate(_rows_of_outputs(pairs, layout)):
@@ -91,7 +90,7 @@ def whole_of_pairs(pairs: Tensor, layout: HeadLayout) -> Tensor:
 
 
 def rows_of_pairs(pairs: Tensor, layout: HeadLayout) -> Callable[[int, int], Tensor]:
-    """What gives rows start..stop of H, (stop - start, P) float64, of the sums of each pair of outputs."""
+    """Return a function that computes rows start..stop of H, (stop - start, P) float64, from the sums of the pairs."""
     num_features, num_weights = layout.num_features, layout.num_outputs * layout.num_features
     outputs = _rows_of_outputs(pairs, layout)
 
@@ -110,7 +109,7 @@ def rows_of_pairs(pairs: Tensor, layout: HeadLayout) -> Callable[[int, int], Ten
 
 
 def _rows_of_outputs(pairs: Tensor, layout: HeadLayout) -> list[Callable[[slice], Tensor]]:
-    """For each output what gives rows of H, (n, P), of some of its parameters, the bias last."""
+    """Return, for each output, a function that computes rows of H, (n, P), for some of its parameters, the bias last."""
     places = layout.places(pairs.device)
     packed = packed_positions(places.shape[1], pairs.device)[0] if pairs.ndim == 2 else None
     if not layout.likelihood.is_shift_invariant:
@@ -120,7 +119,7 @@ def _rows_of_outputs(pairs: Tensor, layout: HeadLayout) -> list[Callable[[slice]
 
 
 def _own_rows(sums: Tensor, packed: Tensor | None, places: Tensor, num_params: int, some: slice) -> Tensor:
-    """Rows of an output whose parameters meet its own alone."""
+    """Return rows of an output whose parameters couple only with each other."""
     block = _symmetric(sums, packed, some)
     rows = block.new_zeros(len(block), num_params)
     rows[:, places] = block
@@ -130,15 +129,15 @@ def _own_rows(sums: Tensor, packed: Tensor | None, places: Tensor, num_params: i
 def _softmax_rows(
     pairs: Tensor, packed: Tensor | None, layout: HeadLayout, numbers: Tensor, k: int, some: slice
 ) -> Tensor:
-    """Rows of output k, whose parameters meet those of every output: less all others with its own."""
+    """Return rows of output k, whose own block is minus the sum of all others."""
     blocks = _symmetric(pairs[numbers], packed, some).neg_()
     blocks[k] = 0
-    blocks[k] = -blocks.permute(1, 2, 0).contiguous().sum(dim=2)  # in one order, however many rows there are
-    return layout.flatten(blocks.transpose(0, 1))  # all columns of theta in their order
+    blocks[k] = -blocks.permute(1, 2, 0).contiguous().sum(dim=2)  # fixed summation order, however many rows there are
+    return layout.flatten(blocks.transpose(0, 1))  # columns in theta order
 
 
 def _pair_numbers(outputs: int, device: torch.device) -> Tensor:
-    """The place of the pair k, l among all pairs k < l, (K, K), symmetric; 0 on the diagonal."""
+    """Return the index of the pair k, l among all pairs k < l, (K, K), symmetric; 0 on the diagonal."""
     first, second = torch.triu_indices(outputs, outputs, 1, device=device)
     number = torch.zeros(outputs, outputs, dtype=torch.int64, device=device)
     number[first, second] = number[second, first] = torch.arange(len(first), device=device)
@@ -146,7 +145,7 @@ def _pair_numbers(outputs: int, device: torch.device) -> Tensor:
 
 
 def _symmetric(sums: Tensor, packed: Tensor | None, some: slice) -> Tensor:
-    """Some rows of matrices (..., F, F), exactly symmetric, of the pairs' sums: unpacked where they are packed, by packed_places."""
+    """Return some rows of exactly symmetric matrices (..., F, F) from the pairs' sums, unpacking them if packed."""
     if packed is not None:
         return unpack_symmetric(sums, packed[some])
     return (sums[..., some, :] + sums[..., :, some].mT).mul_(0.5)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Kron:
-    """`hessian.kron.A` (F, F), the features' factor, which no theta changes, and `hessian.kron.B` (K, K), the outputs'."""
+    """`hessian.kron.A` (F, F), the feature factor, independent of theta; `hessian.kron.B` (K, K), the output factor."""
 
     order: ClassVar[int] = 30
     about: ClassVar[str] = ""
@@ -35,7 +35,7 @@ class Kron:
     def hessian(
         target: LastLayerTarget, theta: Tensor, *, before: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """`hessian.kron.A` (F, F) and `hessian.kron.B` (K, K), float64; of the pair B alone carries the likelihood's scale."""
+        """Return `hessian.kron.A` (F, F) and `hessian.kron.B` (K, K), float64; only B carries the likelihood's scale."""
         if before is not None:
             return {"hessian.kron.A": before["hessian.kron.A"], "hessian.kron.B": _output_factor(target, theta)}
         features, outputs = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
@@ -43,12 +43,12 @@ class Kron:
 
     @staticmethod
     def num_elements(layout: MatrixLayout) -> int:
-        """F^2 + K^2, and K F scales."""
+        """Return F^2 + K^2, plus K F scales."""
         return (layout.num_features + layout.has_bias) ** 2 + layout.num_outputs**2 + layout.num_params
 
     @staticmethod
     def operations(layout: MatrixLayout, num_examples: int) -> Operations:
-        """2 N K^2 of products and the eigenvectors of B; once 2 N F^2 of products and the eigenvectors of A."""
+        """Count 2 N K^2 for products and the eigenvectors of B; once, 2 N F^2 for products and the eigenvectors of A."""
         size, outputs = layout.num_features + layout.has_bias, layout.num_outputs
         return Operations(
             products=2 * num_examples * outputs**2,
@@ -59,17 +59,17 @@ class Kron:
 
     @staticmethod
     def most_elements(layout: MatrixLayout, *, largest_full: int, in_span: bool) -> float:
-        """Any number, but of outputs no more than a third of `largest_full`: a search decomposes B ten times."""
+        """Return infinity for up to `largest_full` / 3 outputs, else 0, because a search decomposes B ten times."""
         return math.inf if layout.num_outputs <= largest_full / 3 else 0.0
 
 
 def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-    """sum_n x x^T (F, F) and the outputs' part (K, K), of features (n, F) and probabilities (K, n)."""
+    """Return sum_n x x^T (F, F) and the output part (K, K), from features (n, F) and probabilities (K, n)."""
     return (features.T @ features).double(), likelihood.hessian_sum(probabilities)
 
 
 def _output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    """B (K, K) alone at theta (P,): no product with the features but the logits', where those are not kept."""
+    """Return B (K, K) at theta (P,); needs no product with the features except the logits, if those are not cached."""
     probabilities = target.row_probabilities(theta)
 
     def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Trace(NamedTuple):
-    """Block means of one quantity: their chains' numbers, the middle draw (B,) of each block, and the means of each chain (B,)."""
+    """Block means of one quantity: chain numbers, the middle draw of each block (B,), and the means of each chain (B,)."""
 
     quantity: str
     chains: Sequence[int]
@@ -29,13 +29,13 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainTraces:
-    """What chains did from their first draw to the last.
+    """Traces of chains, from the first draw to the last.
 
     Args:
         posterior: its name.
-        traces: a panel each.
-        num_chains: how many there are, of which some may be left out.
-        key: what its name begins with, where a page has several of its kind.
+        traces: one per panel.
+        num_chains: number of chains; not all need to be drawn.
+        key: prefix of the figure's name.
     """
 
     posterior: str
@@ -45,17 +45,14 @@ class ChainTraces:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}traces-{self.posterior}"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return f"Chains of {self.posterior}"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         shown = len(self.traces[0].chains)
         some = "" if shown == self.num_chains else f" {shown} of {self.num_chains} chains are drawn."
         return (
@@ -65,7 +62,6 @@ class ChainTraces:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each block, a column for each chain."""
         rows: list[list[Cell]] = [
             [trace.quantity, draw, *(means[place] for means in trace.means)]
             for trace in self.traces
@@ -74,7 +70,6 @@ class ChainTraces:
         return FigureNumbers(["quantity", "middle draw", *(f"chain {chain}" for chain in self.traces[0].chains)], rows)
 
     def draw(self) -> Figure:
-        """The panels, above each other."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(PAGE_WIDTH, 2.1 * len(self.traces) + 0.2), layout="constrained")
@@ -100,15 +95,16 @@ class Histogram(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixing:
-    """How well chains agree, parameter by parameter.
+    """Convergence diagnostics over parameters.
 
     Args:
         posterior: its name.
-        r_hat: None where it is undefined.
-        sizes: effective sample sizes, bulk and tail, between the same edges.
-        good_r_hat, good_size: at most and at least what is good.
-        num_parameters: how many were judged.
-        key: what its name begins with, where a page has several of its kind.
+        r_hat: None if undefined.
+        sizes: effective sample sizes, bulk and tail, with the same edges.
+        good_r_hat: largest good R-hat.
+        good_size: smallest good effective sample size.
+        num_parameters: number of parameters.
+        key: prefix of the figure's name.
     """
 
     posterior: str
@@ -121,17 +117,14 @@ class Mixing:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}mixing-{self.posterior}"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return f"R-hat and effective sample size of {self.posterior}"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         return (
             f"Histograms over {self.num_parameters:,} parameters. R-hat is 1 if chains agree, and good up to "
             f"{self.good_r_hat:g}. The effective sample size is the number of independent draws that would be as "
@@ -141,7 +134,6 @@ class Mixing:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each bin that holds parameters."""
         rows: list[list[Cell]] = [
             [one.name, low, high, count]
             for one in [*([self.r_hat] if self.r_hat is not None else []), *self.sizes]
@@ -151,7 +143,6 @@ class Mixing:
         return FigureNumbers(["quantity", "from", "to", "parameters"], rows)
 
     def draw(self) -> Figure:
-        """R-hat beside the sample sizes."""
         from matplotlib.figure import Figure
 
         panels = [*([[self.r_hat]] if self.r_hat is not None else []), list(self.sizes)]
@@ -185,14 +176,15 @@ _COLUMNS = 4
 
 @dataclass(frozen=True)
 class RankHistograms:
-    """Ranks of one quantity in every chain.
+    """Rank histograms of one quantity, one per chain.
 
     Args:
-        posterior: its name. quantity: what is ranked.
-        chains: numbers of the chains that are drawn, of num_chains.
-        counts: of each of them, (B,) draws in each of B equal parts of the ranks.
-        band: low and high, between which a step lies with probability 0.99 where draws are independent and chains agree.
-        key: what its name begins with, where a page has several of its kind.
+        posterior: its name.
+        quantity: the ranked quantity.
+        chains: numbers of the chains drawn, out of num_chains.
+        counts: per chain, draws (B,) in B equal intervals of the ranks.
+        band: low and high bound of a bin; contains it with probability 0.99 if draws are independent and chains agree.
+        key: prefix of the figure's name.
     """
 
     posterior: str
@@ -205,17 +197,14 @@ class RankHistograms:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}ranks-{self.posterior}"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return f"Ranks of {self.quantity} in the chains of {self.posterior}"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         shown = len(self.chains)
         some = "" if shown == self.num_chains else f" {shown} of {self.num_chains} chains are drawn."
         return (
@@ -226,14 +215,12 @@ class RankHistograms:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each chain, a column for each part of the ranks."""
         num_bins = len(self.counts[0])
         heads = [f"{100 * place / num_bins:.3g} to {100 * (place + 1) / num_bins:.3g}%" for place in range(num_bins)]
         rows: list[list[Cell]] = [[chain, *counts] for chain, counts in zip(self.chains, self.counts, strict=True)]
         return FigureNumbers(["chain", *heads], rows)
 
     def draw(self) -> Figure:
-        """A small panel for each chain, on common axes."""
         from matplotlib.figure import Figure
 
         num_bins, shown = len(self.counts[0]), len(self.counts)
@@ -267,13 +254,13 @@ _RANK_COLUMNS = 3
 
 
 def draw_ranks(ranks: Mapping[str, NDArray[np.int64]], law: RankLaw, *, level: float, title: str) -> Figure:
-    """A panel for each quantity: the share of ranks below each, less that expected, and the band for all ranks at once.
+    """Draw, per quantity, the ECDF of the ranks minus its expectation, with a simultaneous band.
 
     Args:
-        ranks: (M,) of each quantity by its name.
-        law: of uniform ranks.
-        level: with which uniform ranks leave a panel's band.
-        title: whose ranks these are.
+        ranks: (M,) per quantity.
+        law: distribution of uniform ranks.
+        level: probability that uniform ranks leave a panel's band.
+        title: source of the ranks.
     """
     from matplotlib.figure import Figure
 

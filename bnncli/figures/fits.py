@@ -1,4 +1,4 @@
-"""Figures of fits: the search for the prior precision, traces of training, measured numbers along a line."""
+"""Figures of fits: prior precision search, training traces, measurements along a line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LABELS = {
 }
 EDGE_TEXT = "the best is at the edge of the range searched"
 _TICKS = (1, 2, 3, 5, 7)
-_NEAR = math.sqrt(10) * 1.001  # a factor of the best: what the halved steps around it cover
-_CURVE, _CHOSEN, _NETWORK = "#1f4e79", "#c44601", "#5b5b5b"  # told apart by lightness as well
+_NEAR = math.sqrt(10) * 1.001  # factor around the best that the halved steps cover
+_CURVE, _CHOSEN, _NETWORK = "#1f4e79", "#c44601", "#5b5b5b"  # differ in lightness as well
 
 
 @dataclass(frozen=True)
 class PriorPrecisionCurve:
-    """What the search for the prior precision of a posterior saw.
+    """Curve of a prior precision search.
 
     Args:
         posterior: its name.
-        curve, criterion, at_edge, network: as draw takes them.
-        key: what its name begins with, where a page has several of its kind.
+        curve, criterion, at_edge, network: as for `draw_prior_precision`.
+        key: prefix of the figure's name.
     """
 
     posterior: str
@@ -44,17 +44,14 @@ class PriorPrecisionCurve:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}prior-precision-{self.posterior}"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return f"Search for the prior precision of {self.posterior}"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         best = min(self.curve, key=lambda point: point[1])
         return (
             "Each point is a prior precision that was tried (logarithmic axis); its height is the "
@@ -65,11 +62,9 @@ class PriorPrecisionCurve:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each candidate."""
         return FigureNumbers(["prior precision", LABELS[self.criterion]], [list(point) for point in self.curve])
 
     def draw(self) -> Figure:
-        """The whole range above what lies near the best."""
         return draw_prior_precision(
             self.curve, criterion=self.criterion, at_edge=self.at_edge, network=self.network, is_stacked=True
         )
@@ -83,14 +78,14 @@ def draw_prior_precision(
     network: float | None = None,
     is_stacked: bool = False,
 ) -> Figure:
-    """Every candidate as a point, the lowest marked: the whole range beside what lies within half a decade of the best.
+    """Draw all candidates and mark the lowest: the full range, and the half decade around the best.
 
     Args:
-        curve: (prior precision, criterion) in increasing order of precision.
+        curve: (prior precision, criterion), by increasing precision.
         criterion: val, loo or marglik.
         at_edge: whether to warn that the best lies at the edge.
-        network: validation nll of the network as trained, nats per example; drawn as a line where there is one.
-        is_stacked: whether the two are above each other, in the width of one.
+        network: validation NLL of the trained network, nats per example, drawn as a line if given.
+        is_stacked: whether to stack the two panels, in the width of one.
     """
     from matplotlib.figure import Figure
 
@@ -128,7 +123,7 @@ def _draw_points(axes: Axes, points: Sequence[tuple[float, float]], best: tuple[
 
 
 def _label_plainly(axes: Axes) -> None:
-    """Ticks of a narrow logarithmic axis as plain numbers."""
+    """Label a narrow logarithmic axis with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.xaxis.set_major_locator(LogLocator(subs=_TICKS))
@@ -137,7 +132,7 @@ def _label_plainly(axes: Axes) -> None:
 
 
 def _draw_network(axes: Axes, network: float, *, is_labeled: bool) -> None:
-    """A horizontal line, in panels whose range it lies in or near."""
+    """Draw a horizontal line, if it lies in or near the panel's range."""
     low, high = axes.get_ylim()
     if is_labeled or low - (high - low) <= network <= high + (high - low):
         label = f"network as trained: {network:.4f}" if is_labeled else None
@@ -148,7 +143,7 @@ _PANEL_HEIGHT = 2.3  # inches
 
 
 class Series(NamedTuple):
-    """A line: its name, and as many x as y. band: (low, high) of each point, around it."""
+    """A named line with an optional band (low, high) per point."""
 
     name: str
     x: Sequence[float]
@@ -157,7 +152,7 @@ class Series(NamedTuple):
 
 
 class LinePanel(NamedTuple):
-    """Lines on axes of their own. zero: a height that is marked by a dotted line, with its name."""
+    """Axes with lines. `zero` is a height and the label of its dotted line."""
 
     title: str
     x_label: str
@@ -173,8 +168,8 @@ class LinePanels:
     """Panels of lines.
 
     Args:
-        name, title, description: as Shown has them.
-        has_legend: whether lines are named in the panels that have several.
+        name, title, description: as in `Shown`.
+        has_legend: whether panels with several lines have a legend.
     """
 
     name: str
@@ -185,7 +180,6 @@ class LinePanels:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each point of each line."""
         has_band = any(series.band is not None for panel in self.panels for series in panel.series)
         rows: list[list[Cell]] = []
         for panel in self.panels:
@@ -197,7 +191,6 @@ class LinePanels:
         return FigureNumbers(["panel", "line", *axes, *(["low", "high"] if has_band else [])], rows)
 
     def draw(self) -> Figure:
-        """The panels, above each other."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(PAGE_WIDTH, _PANEL_HEIGHT * len(self.panels) + 0.2), layout="constrained")
@@ -232,7 +225,7 @@ def _draw_panel(axes: Axes, panel: LinePanel) -> None:
 
 
 class MeasuredLine(NamedTuple):
-    """Values at the places x, each with its standard error, or None where it is not known."""
+    """Values at x with their standard errors; None where unknown."""
 
     x: Sequence[float]
     values: Sequence[float]
@@ -242,10 +235,10 @@ class MeasuredLine(NamedTuple):
 def draw_measured_lines(
     lines: Mapping[str, MeasuredLine], *, title: str, x_label: str, y_label: str, log: str = ""
 ) -> Figure:
-    """The lines in one panel.
+    """Draw the lines in one panel.
 
     Args:
-        log: the axes that are logarithmic: x, y or xy.
+        log: logarithmic axes: x, y or xy.
     """
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
-"""Absolute errors of integrators over mean and standard deviation of a logit: a panel for each, one colour scale.
+"""Absolute errors of integrators by mean and standard deviation of a logit, one panel each with a common colour scale.
 
-After figure 2 of Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041; the scale is logarithmic here, since the
+After figure 2 of Kristiadi, Eschenhagen and Hennig (2022), arXiv:2205.10041, but with a logarithmic scale, since the
 errors differ by orders of magnitude.
 """
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEAST = 1e-5  # errors below it are white
+_LEAST = 1e-5  # smaller errors are white
 _MOST_COLUMNS = 4
 _MARK = "#d62728"
 
 
 class ErrorPanel(NamedTuple):
-    """An integrator: its names (those that err alike share one), absolute errors (sds, means), and (mean, sd) of the largest."""
+    """Names of integrators with equal errors, absolute errors (sds, means), and (mean, sd) of the largest error."""
 
     names: Sequence[str]
     errors: NDArray[np.float64]
@@ -31,11 +31,11 @@ class ErrorPanel(NamedTuple):
 
 
 def draw(panels: Sequence[ErrorPanel], means: NDArray[np.float64], sds: NDArray[np.float64], *, title: str) -> Figure:
-    """Error maps in rows of up to four, the largest error of each marked.
+    """Draw error maps in rows of up to four, with the largest error of each marked.
 
     Args:
-        means, sds: of the grid's columns and rows, equidistant.
-        title: says what the errors are measured against, and how many draws were made.
+        means, sds: equidistant columns and rows of the grid.
+        title: states the reference and the number of draws.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -65,13 +65,13 @@ def draw(panels: Sequence[ErrorPanel], means: NDArray[np.float64], sds: NDArray[
 
 
 def _draw_panel(axes: Axes, panel: ErrorPanel, means: NDArray[np.float64], sds: NDArray[np.float64], norm: Any) -> Any:
-    """One error map; the image, for the colour bar."""
+    """Draw one error map and return the image, for the colour bar."""
     from matplotlib import colormaps
 
     colors = colormaps["viridis_r"].with_extremes(under="white")
     step_x, step_y = means[1] - means[0], sds[1] - sds[0]
     extent = (means[0] - step_x / 2, means[-1] + step_x / 2, sds[0] - step_y / 2, sds[-1] + step_y / 2)
-    # Zero is below the scale, as all that is white.
+    # Zero has no logarithm: draw it below the scale, in white.
     shown = np.maximum(panel.errors, _LEAST / 10)
     image = axes.imshow(
         shown, origin="lower", extent=extent, aspect="auto", norm=norm, cmap=colors, interpolation="nearest"

@@ -1,6 +1,6 @@
-"""The HTML page of a report: one self-contained file, the same bytes for the same content.
+"""The HTML page of a report: one self-contained file, with the same bytes for the same content.
 
-Text is escaped unless it is markup already. A page that would be too large drops its least important sections and says so.
+Text is escaped unless it is markup. A page over the size limit drops its least important sections and says so.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from bnncli.figures.style import Cell, Shown, declarations
 from bnncli.figures.svg import inline_svg
 from bnncli.names import printable
 
-_VOID = ("br", "hr", "img", "meta")  # elements without an end
+_VOID = ("br", "hr", "img", "meta")  # elements without an end tag
 
 
 class Markup(str):
-    """HTML that is ready. A plain text put beside it is escaped."""
+    """Ready HTML. Plain text next to it is escaped."""
 
     __slots__ = ()
 
 
 def escaped(text: str) -> Markup:
-    """The text as HTML shows it: on one line, with control characters and stray bytes written out."""
+    """Escape text for HTML, on one line, with control characters and stray bytes written out."""
     return Markup(html.escape(printable(text)))
 
 
 def element(tag: str, *children: str, **attributes: str | int | float | bool | None) -> Markup:
-    """An element with these children, texts or markup.
+    """Build an element with children that are texts or markup.
 
     Args:
-        attributes: by name, with `_` for `-` and after a keyword of Python; None and False are left out, True has no value.
+        attributes: by name, with `_` for `-` and after a Python keyword; None and False are omitted, True has no value.
     """
     words = [tag]
     for name, value in attributes.items():
@@ -51,27 +51,27 @@ def element(tag: str, *children: str, **attributes: str | int | float | bool | N
 
 
 def joined(*parts: str, by: str = "") -> Markup:
-    """Parts one after the other, those that are no markup escaped."""
+    """Join the parts, escaping those that are not markup."""
     return Markup(by.join(part if isinstance(part, Markup) else escaped(part) for part in parts))
 
 
 def paragraph(*parts: str, kind: str | None = None) -> Markup:
-    """A paragraph of texts and markup."""
+    """Build a paragraph."""
     return element("p", *parts, class_=kind)
 
 
 def code(text: str) -> Markup:
-    """A word of a command or a name, as it is typed."""
+    """Mark a command or a name as code."""
     return element("code", text)
 
 
 def strong(text: str) -> Markup:
-    """Words that matter most."""
+    """Mark text as important."""
     return element("strong", text)
 
 
 def commands(lines: list[str]) -> Markup:
-    """Commands to be pasted, a line each; what does not fit goes on, indented, on the next, and no option is broken at its dashes."""
+    """Build a block of commands to paste, one per line; long lines wrap with an indent, and never inside an option."""
     return element("pre", element("code", *(element("span", _words(line), Markup("\n")) for line in lines)))
 
 
@@ -80,12 +80,12 @@ def _words(line: str) -> Markup:
 
 
 def bullets(items: list[Markup]) -> Markup:
-    """A list of texts."""
+    """Build a bullet list."""
     return element("ul", *(element("li", item) for item in items))
 
 
 class TableCell(NamedTuple):
-    """What a cell says, the number by which its column is sorted (without, it is sorted by its text), and smaller lines below."""
+    """The text of a cell, its sort key (the text if None), and smaller lines below it."""
 
     text: str
     number: float | None = None
@@ -94,13 +94,13 @@ class TableCell(NamedTuple):
 
 @dataclass(frozen=True)
 class DataTable:
-    """A table whose first column names the rows; it can be read as it is, and sorted where scripts run.
+    """A table whose first column names the rows; sortable where scripts run.
 
     Args:
         name: letters, digits, dots and dashes, unique on the page.
-        caption: what it is.
-        notes: below it.
-        is_folded: whether it is shown only when it is asked for.
+        caption: shown above the table.
+        notes: shown below the table.
+        is_folded: whether the table is collapsed at first.
     """
 
     name: str
@@ -112,14 +112,14 @@ class DataTable:
 
 
 class Missing(NamedTuple):
-    """What is not there, a sentence, and the command that makes it; None where no command would."""
+    """A sentence about a missing part, and the command that creates it, if any."""
 
     sentence: str
     command: str | None = None
 
 
 class ShownInput(NamedTuple):
-    """One example: a picture (a PNG) or a text, or neither, and what is said of it."""
+    """An example as a picture (PNG), a text, or neither, with its caption."""
 
     caption: str
     alternative: str
@@ -129,10 +129,10 @@ class ShownInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Gallery:
-    """Examples beside each other.
+    """Examples side by side.
 
     Args:
-        title: what they have in common.
+        title: what the examples have in common.
     """
 
     title: str
@@ -144,7 +144,7 @@ Block = Markup | Shown | DataTable | Missing | Gallery
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page with a title; its name is unique on the page."""
+    """A titled part of a page; its name is unique on the page."""
 
     name: str
     title: str
@@ -157,16 +157,16 @@ class Section:
 
 
 def is_figure(block: Block) -> TypeGuard[Shown]:
-    """Whether a block is a figure, as everything is that is none of the other kinds."""
+    """Return whether a block is a figure, that is, none of the other kinds."""
     return not isinstance(block, Markup | DataTable | Missing | Gallery)
 
 
-# Inside a tag alone: in a text quotes stay as they are, and what a name says there must not become a rule of the page.
+# Only inside a tag: text keeps its quotes, and a name must not become a CSS rule.
 _STYLE = re.compile(r'(<[^<>]*) style="([^"]*)"')
 
 
 def with_classes(content: Markup) -> tuple[Markup, str]:
-    """The content with a class for each style that stands there twice or more, in the order that they come in; and the CSS of these."""
+    """Replace each style that occurs at least twice by a class; return the content and the CSS of the classes."""
     found = [style for _, style in _STYLE.findall(content)]
     repeated = [style for style in dict.fromkeys(found) if found.count(style) > 1]
     names = {style: f"s{place:x}" for place, style in enumerate(repeated)}
@@ -190,27 +190,27 @@ _DARK = (
 
 @cache
 def style() -> str:
-    """The whole of it. On paper pages are light."""
+    """Return the CSS of a page. Printed pages are light."""
     colors = f":root {{ color-scheme: light dark; {_LIGHT} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}\n"
     return colors + files("bnncli.figures").joinpath("page.css").read_text(encoding="utf-8")
 
 
 @cache
 def script() -> str:
-    """All of it."""
+    """Return the script of a page."""
     return files("bnncli.figures").joinpath("page.js").read_text(encoding="utf-8")
 
 
 def script_hash() -> str:
-    """What a page's policy calls the script, so that no other runs."""
+    """Return the script's hash for the content security policy, which blocks all other scripts."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
 
 
-_DIGITS = 4  # of the numbers of figures, which have fewer pixels than four digits tell
+_DIGITS = 4  # of numbers in a figure's table; figures have a lower resolution
 
 
 def table_of(table: DataTable) -> Markup:
-    """The table with its caption and notes."""
+    """Render a table with its caption and notes."""
     head = element("tr", *(element("th", column, scope="col") for column in table.columns))
     rows = [
         element("tr", element("th", row[0].text, scope="row"), *(_cell(cell) for cell in row[1:])) for row in table.rows
@@ -223,7 +223,7 @@ def table_of(table: DataTable) -> Markup:
 
 
 def numbers_of(shown: Shown) -> Markup:
-    """The numbers of a figure as a table that is shown when it is asked for."""
+    """Render the numbers of a figure as a collapsed table."""
     numbers, title = shown.numbers, shown.title
     head = element("tr", *(element("th", column, scope="col") for column in numbers.columns))
     rows = [element("tr", *(element("td", _text(cell)) for cell in row)) for row in numbers.rows]
@@ -245,12 +245,12 @@ def _cell(cell: TableCell) -> Markup:
 
 
 def _caption(text: str) -> Markup:
-    """The caption in a box of its own, which stays where it is when the table is scrolled."""
+    """Wrap the caption in a box that stays in place while the table scrolls."""
     return element("caption", element("span", text))
 
 
 def scrolled(content: Markup, label: str) -> Markup:
-    """A box that scrolls sideways where its content is wider than the page."""
+    """Wrap content in a box that scrolls horizontally if it is wider than the page."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
@@ -260,11 +260,11 @@ def _text(cell: Cell) -> str:
     return f"{cell:.{_DIGITS}g}" if isinstance(cell, float) else str(cell)
 
 
-_COLUMN = 640  # pixels: figures wider than that have a row of their own, and scroll on a phone
+_COLUMN = 640  # pixels; wider figures get a row of their own and scroll on a phone
 
 
 def section_of(section: Section) -> Markup:
-    """The section with its title; figures that follow each other stand side by side where there is room."""
+    """Render a section; adjacent figures are laid out side by side."""
     parts: list[Markup] = []
     figures: list[Markup] = []
     for block in section.blocks:
@@ -286,7 +286,7 @@ def _row(figures: list[Markup]) -> list[Markup]:
 
 @singledispatch
 def block_of(block: Block) -> Markup:
-    """A block as HTML; what is none of the kinds below is a figure."""
+    """Render a block as HTML; the default is a figure."""
     assert is_figure(block)
     return figure_of(block)
 
@@ -314,7 +314,7 @@ def _(block: Gallery) -> Markup:
 
 
 def figure_of(shown: Shown) -> Markup:
-    """The picture, what it is and how it is read, and its numbers."""
+    """Render a figure with its caption and numbers."""
     caption = element("figcaption", element("strong", shown.title), " ", element("span", shown.description))
     picture = Markup(inline_svg(shown))
     width = re.search(r"max-width: (\d+)px", picture)
@@ -334,8 +334,8 @@ def _example(one: ShownInput) -> Markup:
     return caption
 
 
-MARK = "bnncli-page"  # in every page of ours: what carries it may be made again
-OPTIONS = "bnncli-options"  # says what it was made with
+MARK = "bnncli-page"  # in every page, so that bnncli may overwrite it
+OPTIONS = "bnncli-options"  # holds the options that the page was made with
 MOST_BYTES = 1_000_000
 
 
@@ -348,13 +348,13 @@ def page(
     options: Mapping[str, Any] | None = None,
     ready: Mapping[str, Markup] | None = None,
 ) -> bytes:
-    """The file.
+    """Render the page.
 
     Args:
-        lead: a sentence below the title.
-        options: that it was made with, JSON values, for whoever would replace it.
-        ready: sections as HTML, by name, where they are known.
-        made_by: what stands at the foot.
+        lead: sentence below the title.
+        options: JSON values that the page was made with, read when it is replaced.
+        ready: sections already rendered, by name.
+        made_by: text of the footer.
     """
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{script_hash()}'; base-uri 'none'; form-action 'none'"
     parts = {section.name: section_of(section) for section in sections} if ready is None else ready
@@ -382,11 +382,11 @@ def page(
     return text.encode("utf-8")
 
 
-LEFT_OUT = "left-out"  # the name of the section that says what is not there
+LEFT_OUT = "left-out"  # name of the section that lists what was dropped
 
 
 class FittedPage(NamedTuple):
-    """A page below the size, and the sections that are not on it."""
+    """A page within the size limit, and the dropped sections."""
 
     content: bytes
     left_out: list[Section]
@@ -400,12 +400,12 @@ def fitted(
     note: Callable[[Sequence[Section]], Block],
     most_bytes: int = MOST_BYTES,
 ) -> FittedPage:
-    """The page of as many of the sections as fit, with the first in any case; of that the first blocks, as many as fit.
+    """Render as many sections as fit. Always keeps the first section, cut to the blocks that fit.
 
     Args:
-        importance: the lowest goes first; of equals the last.
-        page_of: the page of sections that are HTML already, by name.
-        note: what is said of those that are left out.
+        importance: the section with the lowest value is dropped first; of equals, the last.
+        page_of: renders a page from rendered sections by name.
+        note: block about the dropped sections.
     """
     ready = {section.name: section_of(section) for section in sections}
     kept, gone = list(sections), list[Section]()
@@ -416,7 +416,7 @@ def fitted(
             break
         kept.remove(section)
         gone.append(section)
-        # Rendering is cheap beside drawing, and classes of styles make the size known only then.
+        # Rendering is cheap compared to drawing, and style classes make the size unpredictable.
         content = _page(kept, gone, ready, page_of, note)
     first = sections[0]
     for count in range(len(first.blocks) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Figures of posteriors: importance weights, marginal densities, share of weights, distances between posteriors."""
+"""Figures of posteriors: importance weights, marginal densities, pruning, distances between posteriors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BAD: dict[str, Any] = {"color": VERMILION, "marker": "X", "markersize": 8}
 
 
 class Weights(NamedTuple):
-    """Importance weights of one posterior: Pareto k with its threshold, standard deviation of the log weights, nats."""
+    """Pareto k of one posterior's importance weights, its threshold, and the log weights' standard deviation in nats."""
 
     name: str
     pareto_k: float | None
@@ -41,12 +41,12 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightSpread:
-    """How far posteriors with a density are from their target.
+    """Importance weight diagnostics of posteriors with a density.
 
     Args:
-        weights: of each.
-        good_sd: up to which the spread is good, nats.
-        key: what its name begins with, where a page has several of its kind.
+        weights: one per posterior.
+        good_sd: largest good standard deviation of the log weights, nats.
+        key: prefix of the figure's name.
     """
 
     weights: Sequence[Weights]
@@ -55,17 +55,14 @@ class WeightSpread:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}pareto-k"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return "Pareto k and spread of importance weights"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         return (
             "Draws of each posterior are weighted by the density ratio of the exact posterior. Pareto k "
             "measures the tail of these weights, the standard deviation of their logarithm their spread. "
@@ -75,12 +72,10 @@ class WeightSpread:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each posterior."""
         rows: list[list[Cell]] = [[one.name, one.pareto_k, one.threshold, one.log_weight_sd] for one in self.weights]
         return FigureNumbers(["posterior", "Pareto k", "threshold", "sd of log weights, nats"], rows)
 
     def draw(self) -> Figure:
-        """Two panels with a common list of posteriors."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(PAGE_WIDTH, 0.32 * len(self.weights) + 0.9), layout="constrained")
@@ -105,7 +100,7 @@ class WeightSpread:
 
 
 def _mark(axes: Axes, value: float | None, place: int, limit: float) -> None:
-    """A mark by whether the value is good, and where there is none nothing."""
+    """Mark a value as good or bad; draw nothing for None."""
     if value is not None:
         axes.plot([value], [place], linestyle="none", clip_on=False, zorder=3, **(_GOOD if value <= limit else _BAD))
 
@@ -114,7 +109,7 @@ _COLUMNS = 2
 
 
 class Marginal(NamedTuple):
-    """One weight: what it is called, where its densities are given (G,), those by posterior (G,), and the values of points."""
+    """One weight: its title, grid (G,), density (G,) per posterior, and values of point posteriors."""
 
     title: str
     grid: Sequence[float]
@@ -124,14 +119,14 @@ class Marginal(NamedTuple):
 
 @dataclass(frozen=True)
 class Marginals:
-    """Densities of weights.
+    """Marginal densities of weights.
 
     Args:
-        marginals: a panel each; the reference is among the densities of each.
-        reference: the posterior that the others are held against; None where there is none.
-        chosen: how the weights were chosen, a sentence.
-        is_reference_good: whether the reference can be relied on.
-        key: what its name begins with, where a page has several of its kind.
+        marginals: one per panel; each includes the reference.
+        reference: posterior to compare with; None if there is none.
+        chosen: sentence on how the weights were chosen.
+        is_reference_good: whether the reference is reliable.
+        key: prefix of the figure's name.
     """
 
     marginals: Sequence[Marginal]
@@ -142,17 +137,14 @@ class Marginals:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}marginals"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return "Densities of single weights" + (f", over those of {self.reference}" if self.reference else "")
 
     @property
     def description(self) -> str:
-        """How it is read."""
         role = (
             "which the others should match"
             if self.is_reference_good
@@ -166,7 +158,6 @@ class Marginals:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each value of each weight, a column for each posterior; points with no density."""
         names = list(dict.fromkeys(name for one in self.marginals for name in one.densities))
         rows: list[list[Cell]] = []
         for one in self.marginals:
@@ -178,7 +169,6 @@ class Marginals:
         return FigureNumbers(["weight", "value", *names], rows)
 
     def draw(self) -> Figure:
-        """The panels, two beside each other, with one legend."""
         from matplotlib.figure import Figure
 
         rows = math.ceil(len(self.marginals) / _COLUMNS)
@@ -198,7 +188,7 @@ class Marginals:
         return figure
 
     def _draw_panel(self, axes: Axes, one: Marginal, names: Sequence[str]) -> dict[str, Artist]:
-        """The lines by posterior."""
+        """Draw one panel and return its lines by posterior."""
         found: dict[str, Artist] = {}
         for name, density in one.densities.items():
             style = line_style(names.index(name))
@@ -229,12 +219,12 @@ def draw_density(
     medians: Mapping[str, float],
     split: str,
 ) -> Figure:
-    """Four panels: three scores against density, and the shares of weights by inclusion probability.
+    """Draw three scores against density, and histograms of the inclusion probabilities.
 
     Args:
-        curves: posterior to density, accuracy, nll and ece, fractions but for NLL; a density of 0 has no place on the axis.
-        histograms: posterior to a histogram for each layer, edges and counts.
-        medians: posterior to the density of its median probability model, a dotted line.
+        curves: posterior to density, accuracy, nll and ece; fractions, except nll in nats. A density of 0 is not drawn.
+        histograms: posterior to one histogram per layer, with edges and counts.
+        medians: posterior to the density of its median probability model, drawn as a dotted line.
         split: the split's name.
     """
     from matplotlib.figure import Figure
@@ -262,7 +252,7 @@ def draw_density(
 
 
 def _draw_histograms(axes: Axes, histograms: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Layers apart of one posterior; of several, which have the lines of the other panels, all layers together."""
+    """Draw one line per layer for a single posterior, or one line per posterior with all layers pooled."""
     if len(histograms) == 1:
         (layers,) = histograms.values()
         lines = {f"layer {layer['layer']}": (layer["edges"], layer["counts"]) for layer in layers}
@@ -286,8 +276,8 @@ def _draw_histograms(axes: Axes, histograms: Mapping[str, Sequence[Mapping[str, 
     plain_axes(axes)
 
 
-_LEAST = 1e-4  # distances below it are unshaded
-_MOST_SHADE = 0.6  # of the ink, so that numbers stay readable on it
+_LEAST = 1e-4  # smaller distances are unshaded
+_MOST_SHADE = 0.6  # opacity that keeps numbers readable
 
 
 @dataclass(frozen=True)
@@ -295,10 +285,10 @@ class DistanceMatrix:
     """Squared maximum mean discrepancies.
 
     Args:
-        names: of the posteriors, in the order of rows and columns.
-        values: by pairs of names, each in one order; None where undefined. Unbiased estimates may be below zero.
-        p_values: by the same pairs, as far as they are known.
-        key: what its name begins with, where a page has several of its kind.
+        names: posteriors, in the order of rows and columns.
+        values: by pair of names, in one order; None where undefined. Unbiased estimates may be negative.
+        p_values: by the same pairs, where known.
+        key: prefix of the figure's name.
     """
 
     names: Sequence[str]
@@ -308,17 +298,14 @@ class DistanceMatrix:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}mmd"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return "MMD² between posteriors"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         return (
             "Squared maximum mean discrepancy between the draws of each pair of posteriors: 0 for equal "
             "distributions, larger and darker (logarithmic scale) the more they differ. A small p-value, in the "
@@ -327,12 +314,10 @@ class DistanceMatrix:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each pair."""
         rows: list[list[Cell]] = [[*pair, value, self.p_values.get(pair)] for pair, value in self.values.items()]
         return FigureNumbers(["posterior", "other", "MMD²", "p"], rows)
 
     def draw(self) -> Figure:
-        """The lower half of the matrix."""
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle
 
@@ -368,12 +353,12 @@ class DistanceMatrix:
 
 
 def _shade(value: float, largest: float) -> float:
-    """From 0 to _MOST_SHADE, by the logarithm."""
+    """Return the opacity, from 0 to _MOST_SHADE, on a logarithmic scale."""
     if value <= _LEAST or largest <= _LEAST:
         return 0.0
     return _MOST_SHADE * math.log(value / _LEAST) / math.log(max(largest, 10 * _LEAST) / _LEAST)
 
 
 def _letters(size: int) -> float:
-    """Points that a number may have where so many stand beside each other."""
+    """Return the font size in points for the numbers of a matrix of this size."""
     return max(5.0, min(10.0, 54.0 / size))

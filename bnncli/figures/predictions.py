@@ -1,4 +1,4 @@
-"""Figures of predictions: reliability, confidence, risk against coverage, ROC."""
+"""Figures of predictions: reliability, confidence, risk-coverage, ROC."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 _BAR, _GAP = "#7fa8cf", "#c44601"
 _MOST_COLUMNS = 4
-_MOST_LETTERS = 32  # of a name: about as wide as its panel
+_MOST_LETTERS = 32  # of a name: about the width of its panel
 
 
 @dataclass(frozen=True)
 class ReliabilityDiagrams:
-    """Accuracy against confidence of every posterior on a split.
+    """Reliability diagrams of all posteriors on a split.
 
     Args:
-        panels, errors: as draw takes them.
-        key: what its name begins with, where a page has several of its kind.
+        panels, errors: as for `draw_reliability`.
+        key: prefix of the figure's name.
     """
 
     panels: Mapping[str, Mapping[str, Sequence[Any]]]
@@ -38,17 +38,14 @@ class ReliabilityDiagrams:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}reliability-{self.split}"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return f"Reliability on {self.split}"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         return (
             "Examples are grouped by confidence, the probability of the predicted class. Bars: accuracy of each group, with its exact 95% "
             "interval. Hatched: the gap to the group's mean confidence. If the network is calibrated, all bars end on the dashed diagonal. "
@@ -57,7 +54,6 @@ class ReliabilityDiagrams:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each bin that holds examples."""
         rows: list[list[Cell]] = []
         for name, curve in self.panels.items():
             bins = zip(pairwise(curve["edges"]), curve["count"], curve["confidence"], curve["accuracy"], strict=True)
@@ -70,7 +66,6 @@ class ReliabilityDiagrams:
         return FigureNumbers(columns, rows)
 
     def draw(self) -> Figure:
-        """The diagrams, side by side."""
         return draw_reliability(self.panels, split=self.split, errors=self.errors, panel_width=2.1)
 
 
@@ -82,12 +77,12 @@ def draw_reliability(
     most_columns: int = _MOST_COLUMNS,
     panel_width: float = 2.6,
 ) -> Figure:
-    """A diagram for each panel, with its ECE in the title.
+    """Draw a reliability diagram per panel, with the ECE in the title.
 
     Args:
-        panels: name to edges (B + 1,), count, confidence and accuracy (B,), None in empty bins.
+        panels: name to edges (B + 1,), count, confidence and accuracy (B,); None in empty bins.
         split: the split's name.
-        errors: name to the ECE, a fraction; None where it is not known.
+        errors: name to ECE, a fraction; None where unknown.
         panel_width: inches.
     """
     from matplotlib.figure import Figure
@@ -118,7 +113,7 @@ def draw_reliability(
 
 
 def _draw_accuracy(axes: Axes, curve: Mapping[str, Sequence[Any]]) -> None:
-    """Bars of the accuracy, a hatched one from there to the mean confidence, and the diagonal."""
+    """Draw accuracy bars, hatched bars up to the mean confidence, and the diagonal."""
     left, width = _bars(curve)
     accuracy = [0.0 if value is None else value for value in curve["accuracy"]]
     gap = [0.0 if c is None else c - a for c, a in zip(curve["confidence"], accuracy, strict=True)]
@@ -154,7 +149,7 @@ def _draw_accuracy(axes: Axes, curve: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _draw_counts(axes: Axes, curve: Mapping[str, Sequence[Any]]) -> None:
-    """How many examples each bin holds, on a logarithmic axis: most examples are in the last."""
+    """Draw the number of examples per bin; logarithmic, because most examples are in the last bin."""
     left, width = _bars(curve)
     axes.bar(left, curve["count"], width, align="edge", color=GREY, edgecolor="white", linewidth=0.7)
     axes.set_yscale("log")
@@ -173,13 +168,13 @@ _PANEL_WIDTH = 2.2  # inches
 
 @dataclass(frozen=True)
 class ConfidenceHistograms:
-    """How sure every posterior is of the examples of each split.
+    """Confidence histograms of all posteriors on each split.
 
     Args:
-        edges: (B + 1,) of the bins, from 0 to 1.
-        panels: posterior to the counts (B,) of each split; every one has the first of them.
-        split: the split inside the distribution, the first of each panel.
-        key: what its name begins with, where a page has several of its kind.
+        edges: (B + 1,), from 0 to 1.
+        panels: posterior to counts (B,) per split; each includes the first split.
+        split: the in-distribution split, first in each panel.
+        key: prefix of the figure's name.
     """
 
     edges: Sequence[float]
@@ -189,17 +184,14 @@ class ConfidenceHistograms:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}confidence-{self.split}"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return "Confidence in and out of distribution"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         others = list(dict.fromkeys(name for counts in self.panels.values() for name in counts if name != self.split))
         outside = f" and of {', '.join(others)} (out of distribution)" if others else ""
         return (
@@ -210,7 +202,6 @@ class ConfidenceHistograms:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each bin of each split in which there are examples."""
         rows: list[list[Cell]] = [
             [name, split, low, high, count, count / sum(counts)]
             for name, panel in self.panels.items()
@@ -221,7 +212,6 @@ class ConfidenceHistograms:
         return FigureNumbers(["posterior", "split", "from", "to", "examples", "share"], rows)
 
     def draw(self) -> Figure:
-        """The panels, side by side, on common axes."""
         from matplotlib.figure import Figure
 
         rows = math.ceil(len(self.panels) / _COLUMNS)
@@ -248,7 +238,7 @@ class ConfidenceHistograms:
         return figure
 
     def _draw_panel(self, axes: Axes, counts: Mapping[str, Sequence[int]], splits: Sequence[str]) -> None:
-        """The first split filled, the others as lines over it."""
+        """Draw the first split filled and the others as lines."""
         for name, numbers in counts.items():
             shares = [count / (sum(numbers) or 1) for count in numbers]
             if name == self.split:
@@ -262,11 +252,11 @@ class ConfidenceHistograms:
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The share of errors among the most confident predictions of every posterior on a split.
+    """Risk-coverage curves of all posteriors on a split.
 
     Args:
-        curves, areas: as draw takes them.
-        key: what its name begins with, where a page has several of its kind.
+        curves, areas: as for `draw_risk_coverage`.
+        key: prefix of the figure's name.
     """
 
     curves: Mapping[str, Mapping[str, Sequence[float]]]
@@ -276,17 +266,14 @@ class RiskCoverage:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}risk-coverage-{self.split}"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return f"Risk and coverage on {self.split}"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         return (
             "From left to right, more examples are accepted, the most confident first. The height is the share "
             "of errors among those accepted; at the right end all are accepted. Lower is better. AURC is the "
@@ -295,7 +282,6 @@ class RiskCoverage:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each point of each curve."""
         rows: list[list[Cell]] = [
             [name, *point]
             for name, curve in self.curves.items()
@@ -304,7 +290,6 @@ class RiskCoverage:
         return FigureNumbers(["posterior", "coverage", "risk"], rows)
 
     def draw(self) -> Figure:
-        """All curves in one plot."""
         return draw_risk_coverage(self.curves, split=self.split, areas=self.areas, width=PAGE_WIDTH)
 
 
@@ -315,13 +300,13 @@ def draw_risk_coverage(
     areas: Mapping[str, float | None],
     width: float = 5.6,
 ) -> Figure:
-    """All curves in one plot, each with the area under it in the legend.
+    """Draw all curves in one plot, with the areas in the legend.
 
     Args:
-        curves: label to coverage and risk, fractions, in ascending order of coverage.
+        curves: label to coverage and risk, fractions, by increasing coverage.
         split: the split's name.
-        areas: label to AURC; None where it is not known.
-        width: inches, of up to eight curves.
+        areas: label to AURC; None where unknown.
+        width: inches, for up to eight curves.
     """
     from matplotlib.figure import Figure
 
@@ -346,11 +331,11 @@ Areas = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Roc:
-    """How well a score tells a split from an out-of-distribution one, for every posterior.
+    """ROC curves of all posteriors for one out-of-distribution split.
 
     Args:
-        curves, areas, score: as draw takes them.
-        key: what its name begins with, where a page has several of its kind.
+        curves, areas, score: as for `draw_roc`.
+        key: prefix of the figure's name.
     """
 
     curves: Curves
@@ -362,17 +347,14 @@ class Roc:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return f"{self.key}roc-{self.split}-{self.ood}"
 
     @property
     def title(self) -> str:
-        """In a few words."""
         return f"Detection of {self.ood} by the {self.score} score"
 
     @property
     def description(self) -> str:
-        """How it is read."""
         return (
             "An example is accepted if its score is above a threshold; each curve runs through all thresholds. "
             f"To the right: the share of {self.ood} that is accepted by mistake. Upwards: the share of "
@@ -382,7 +364,6 @@ class Roc:
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each point of each curve."""
         rows: list[list[Cell]] = [
             [name, *point]
             for name, curve in self.curves.items()
@@ -391,12 +372,11 @@ class Roc:
         return FigureNumbers(["posterior", f"{self.ood} accepted", f"{self.split} accepted"], rows)
 
     def draw(self) -> Figure:
-        """All curves in one plot."""
         return draw_roc(self.curves, self.areas, split=self.split, ood=self.ood, score=self.score, width=PAGE_WIDTH)
 
 
 def merged(curves: Curves, areas: Areas) -> tuple[Curves, Areas]:
-    """The same, one curve for all posteriors where they have the same, as of a score of the features."""
+    """Merge the curves if all posteriors have the same one, as for a feature score."""
     first = next(iter(curves), None)
     if first is None or len(curves) == 1 or any(curve != curves[first] for curve in curves.values()):
         return curves, areas
@@ -412,14 +392,14 @@ def draw_roc(
     score: str,
     width: float = 5.0,
 ) -> Figure:
-    """All curves in one plot, each with the area under it in the legend.
+    """Draw all curves in one plot, with the areas in the legend.
 
     Args:
         curves: label to fpr and tpr, fractions, ascending.
-        split, ood: names of the in-distribution split, whose examples are the positives, and of the other one.
-        areas: label to AUROC; None where it is not known.
-        score: what examples are told apart by.
-        width: inches, of up to eight curves.
+        split, ood: names of the in-distribution split (positives) and of the out-of-distribution split.
+        areas: label to AUROC; None where unknown.
+        score: name of the detection score.
+        width: inches, for up to eight curves.
     """
     from matplotlib.figure import Figure
 

@@ -19,12 +19,12 @@ class ScoreIntervals:
     """Scores side by side.
 
     Args:
-        key: of the file, letters and dashes.
-        names: of the posteriors, one for each line of every panel.
-        panels: as figures.comparison draws them.
-        title: what is compared, and on what.
-        explained: what dots, lines and marks are, a sentence.
-        marked, plain, tests: what marks tell apart, and by which test; without, nothing is told apart.
+        key: file name, letters and dashes.
+        names: posteriors, one per line of every panel.
+        panels: as for `draw_comparison`.
+        title: what is compared, on which split.
+        explained: sentence that explains dots, lines and marks.
+        marked, plain, tests: as for `draw_comparison`.
     """
 
     key: str
@@ -38,17 +38,14 @@ class ScoreIntervals:
 
     @property
     def name(self) -> str:
-        """Of its file."""
         return self.key
 
     @property
     def description(self) -> str:
-        """How it is read."""
         return f"One panel per score: a mark for each posterior's score on a line for its interval. {self.explained}"
 
     @property
     def numbers(self) -> FigureNumbers:
-        """A row for each posterior and score."""
         rows: list[list[Cell]] = []
         for panel in self.panels:
             for name, line in zip(self.names, panel.lines, strict=True):
@@ -57,7 +54,6 @@ class ScoreIntervals:
         return FigureNumbers(["score", "posterior", "value", "low", "high"], rows)
 
     def draw(self) -> Figure:
-        """The panels, side by side."""
         return draw_comparison(
             self.panels, self.names, title=self.title, marked=self.marked, plain=self.plain, tests=self.tests, most_columns=3,
             panel_width=2.3,
@@ -65,7 +61,7 @@ class ScoreIntervals:
 
 
 _MOST_COLUMNS = 3
-# Told apart by shape, filling and dash as well as by colour.
+# They differ in shape, fill and dash as well as in colour.
 _MARKED: dict[str, Any] = {"color": "#0072b2", "marker": "D", "markersize": 6.5}
 _PLAIN: dict[str, Any] = {"color": "#b34700", "marker": "o", "markersize": 6.5, "markerfacecolor": "white"}
 
@@ -73,8 +69,10 @@ _PLAIN: dict[str, Any] = {"color": "#b34700", "marker": "o", "markersize": 6.5, 
 class Line(NamedTuple):
     """One posterior in one panel.
 
-    points: of each checkpoint, where there are several. value: their mean, or the one value; None where undefined.
-    interval: (low, high) around it, None where it cannot be told.
+    Args:
+        points: one per checkpoint, if there are several.
+        value: the mean of the points, or the single value; None if undefined.
+        interval: (low, high); None if unknown.
     """
 
     points: Sequence[float]
@@ -84,7 +82,7 @@ class Line(NamedTuple):
 
 
 class ScorePanel(NamedTuple):
-    """One score: what stands below its axis, and a line for each posterior."""
+    """One score: the label of its axis and one line per posterior."""
 
     title: str
     lines: Sequence[Line]
@@ -102,13 +100,13 @@ def draw_comparison(
     most_columns: int = _MOST_COLUMNS,
     panel_width: float = 2.8,
 ) -> Figure:
-    """The panels with a common list of posteriors, from the top down, and what the two marks mean.
+    """Draw the panels with a shared list of posteriors, top down, and a legend of the two marks.
 
     Args:
-        names: of the posteriors, one for each line of every panel.
-        marked, plain: what filled diamonds and hollow circles say of a posterior; without, all are diamonds that say nothing.
-        tests: by what the marks are told apart.
-        zero: what the line at 0 is, where values are differences; without, there is no such line.
+        names: posteriors, one per line of every panel.
+        marked, plain: legend of filled diamonds and hollow circles; if None, all marks are diamonds without meaning.
+        tests: test that the marks are based on.
+        zero: legend of the line at 0, if the values are differences; None for no line.
         panel_width: inches.
     """
     from matplotlib.figure import Figure
@@ -142,7 +140,7 @@ def draw_comparison(
 
 
 def _draw_line(axes: Axes, line: Line, position: int) -> None:
-    """Checkpoints as small dots below the mean's mark, which stands on its interval."""
+    """Draw the mean on its interval, with the checkpoints as small dots below."""
     if line.value is None:
         axes.text(
             0.5, position, "undefined", transform=axes.get_yaxis_transform(), color=GREY, fontsize="small",

@@ -1,4 +1,4 @@
-"""The look of figures: colours for light and dark pages, lines, grids; and a figure as data."""
+"""Style of figures (colours for light and dark pages, lines, grids), and the interface of a figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 INK, PAPER, GREY, PALE = "#000000", "#ffffff", "#5b5b5b", "#dddddd"
 BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
 
-# Of equal standing: as far from dark paper as the first is from white. Ink and paper are the page's own.
+# Dark counterparts with equal contrast. Ink and paper use the page's own colours.
 DARK = {
     GREY: "#a9b0b8",
     PALE: "#3a4149",
@@ -34,17 +34,17 @@ DARK = {
 
 
 def variable(ink: str) -> str:
-    """The CSS of a colour that a page may turn: ink and paper as the page has them."""
+    """Return the CSS value of a colour that adapts to the page; ink and paper use the page's own."""
     named = {INK: "currentColor", PAPER: "var(--paper)"}
     return named.get(ink) or f"var(--ink-{ink[1:]})"
 
 
 def declarations(*, is_dark: bool) -> str:
-    """The CSS that declares them for one of the two."""
+    """Return the CSS declarations of the colours, light or dark."""
     return " ".join(f"--ink-{light[1:]}: {dark if is_dark else light};" for light, dark in DARK.items())
 
 
-# Okabe and Ito's colours that are dark enough on white, from dark to light, so that they differ in grey as well.
+# Okabe and Ito's colours, from dark to light, that are dark enough on white; they differ in grey as well.
 _COLORS = (INK, BLUE, VERMILION, GREEN, "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 1.5, 1.5, 1.5)), (0, (1, 1)))
 _LEGEND_LINE = 0.18  # inches, in small type
@@ -52,19 +52,19 @@ __all__ = ["GREY", "PALE", "legend_of", "line_style", "plain_axes"]
 
 
 def line_style(place: int) -> dict[str, Any]:
-    """Colour and dash of the curve at `place`; they repeat together after 35."""
+    """Return colour and dash of the curve at `place`; the combinations repeat after 35."""
     return {"color": _COLORS[place % len(_COLORS)], "linestyle": _DASHES[place % len(_DASHES)], "linewidth": 1.5}
 
 
 def plain_axes(axes: Axes) -> None:
-    """A pale grid below the curves, and no frame but the two axes."""
+    """Draw a pale grid below the curves and only the two axes as frame."""
     axes.grid(visible=True, which="major", color=PALE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def legend_of(axes: Axes, num_curves: int, title: str, loc: Literal["best", "lower right"] = "best") -> None:
-    """A legend inside the axes, at `loc`, by default where it covers least; beside them, in room of its own, where it would be too long for that."""
+    """Add a legend: inside the axes at `loc` for up to 8 curves, else beside them with room of its own."""
     if num_curves <= 8:
         axes.legend(
             frameon=True,
@@ -82,44 +82,44 @@ def legend_of(axes: Axes, num_curves: int, title: str, loc: Literal["best", "low
     figure.legend(frameon=False, fontsize="small", title=title, title_fontsize="small", loc="outside right upper")
 
 
-PAGE_WIDTH = 4.8  # inches: letters of 10 points stay readable where a phone shows all of it
+PAGE_WIDTH = 4.8  # inches; 10-point letters stay readable on a phone
 
 Cell = str | int | float | None
 
 
 class FigureNumbers(NamedTuple):
-    """The numbers that a figure shows, a row each or a row a point; None where there is none."""
+    """The numbers of a figure, one row each or one per point; None for missing values."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
 
 class Shown(Protocol):
-    """A figure before it is drawn. Its numbers are aggregates, whose count does not grow with that of the examples."""
+    """A figure before it is drawn. Its numbers are aggregates; their count does not grow with the number of examples."""
 
     @property
     def name(self) -> str:
-        """Letters, digits, dots and dashes: of its file, and of its place in a page."""
+        """Name of the file and of the place in a page: letters, digits, dots and dashes."""
 
     @property
     def title(self) -> str:
-        """What it is, in a few words."""
+        """A few words."""
 
     @property
     def description(self) -> str:
-        """What it shows and how it is read, for whoever does not see it."""
+        """What the figure shows and how to read it, also for screen readers."""
 
     @property
     def numbers(self) -> FigureNumbers:
-        """All that is drawn, as numbers."""
+        """Everything that is drawn, as numbers."""
 
     def draw(self) -> Figure:
-        """The picture of these numbers."""
+        """Draw the figure."""
 
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """Figures are drawn and saved inside the block as matplotlib comes, whatever style its user has set."""
+    """Draw and save figures with matplotlib's defaults inside the context, whatever the user's style."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -128,6 +128,6 @@ def own_style() -> Iterator[None]:
 
 
 def figure_file(shown: Shown, form: str) -> bytes:
-    """The file of a figure as png, pdf or svg, with its title and, where the form has room for it, its description."""
+    """Return the file of a figure as png, pdf or svg, with its title and description as metadata."""
     with own_style():
         return render(shown.draw(), form, title=shown.title, description=shown.description)

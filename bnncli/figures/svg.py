@@ -1,4 +1,4 @@
-"""A figure as SVG inside an HTML page: small, described to screen readers, in the page's own colours."""
+"""Convert a figure to SVG inside an HTML page: small, accessible, in the page's own colours."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from bnncli.figures import svg_with_letters
 from bnncli.figures.style import Shown, own_style, variable
 from bnncli.names import printable
 
-_SCALE = 1.5  # pixels of a page for a point of the figure: letters of figures and page are then alike
+_SCALE = 1.5  # page pixels per figure point, so that letters of figures and page have the same size
 _COLOR = re.compile(r"#[0-9a-f]{6}\b")
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
 _FONT = re.compile(r"font-family: [^;]*;?\s*")
-_SHORT_FONT = re.compile(r"font: [^;]*?([\d.]+px) [^;]*")  # as matplotlib before 3.11 has it
+_SHORT_FONT = re.compile(r"font: [^;]*?([\d.]+px) [^;]*")  # written by matplotlib before 3.11
 _NO_TURN = re.compile(r"^rotate\(-?0(\.0+)? [^)]*\)$")
 _URL = re.compile(r"url\(#([^)]+)\)")
 _DIGITS = 2
-_APART = ":"  # no figure's own name has it, so that inside of one nothing is called as another is
+_APART = ":"  # figure names never contain it, so that ids of different figures never clash
 _DROPPED = ("metadata", "style")
 
 
 def inline_svg(shown: Shown) -> str:
-    """The picture as an element of an HTML page; every name in it begins with the figure's own."""
+    """Return the figure as an HTML element; all its ids start with the figure's name."""
     with own_style():
         root = Tree.fromstring(svg_with_letters(shown.draw()))
     for element in root.iter():
@@ -40,7 +40,7 @@ def inline_svg(shown: Shown) -> str:
 
 
 def _told(root: Tree.Element, shown: Shown, own: str) -> str:
-    """The whole element, with the title and the description that screen readers say."""
+    """Serialise the element, with title and description for screen readers."""
     width, height = (float(number) for number in root.attrib["viewBox"].split()[2:])
     told = {
         f"{own}{_APART}title": ("title", shown.title),
@@ -63,12 +63,12 @@ def _told(root: Tree.Element, shown: Shown, own: str) -> str:
 
 
 def _text(text: str | None) -> str | None:
-    """What an element says; None where it only sets others apart."""
+    """Return the text of an element; None if it is only white space."""
     return text if text is not None and text.strip() else None
 
 
 def _compact(name: str, value: str) -> str:
-    """The value of an attribute with fewer digits, and the page's ink in the place of fixed colours."""
+    """Shorten the numbers of an attribute, and replace fixed colours by the page's."""
     shorter = _LONG_NUMBER.sub(lambda number: f"{float(number[0]):.{_DIGITS}f}".rstrip("0").rstrip("."), value)
     if name == "d":
         return " ".join(shorter.split())
@@ -80,7 +80,7 @@ def _compact(name: str, value: str) -> str:
 
 
 def _drop(root: Tree.Element) -> None:
-    """Take out what says how the file was made, and rules that would hold for the whole page."""
+    """Remove metadata, and style rules that would apply to the whole page."""
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in _DROPPED:
@@ -90,7 +90,7 @@ def _drop(root: Tree.Element) -> None:
 
 
 def _name_apart(root: Tree.Element, own: str) -> None:
-    """Names that something refers to get the figure's own in front; the others go."""
+    """Prefix the referenced ids with the figure's name and remove the others."""
     used = dict.fromkeys(name for element in root.iter() for name in _references(element))
     names = {name: f"{own}{_APART}{place:x}" for place, name in enumerate(used)}
     for element in root.iter():
@@ -111,7 +111,7 @@ def _references(element: Tree.Element) -> Iterator[str]:
 
 
 def _flatten(element: Tree.Element) -> None:
-    """Groups that do nothing to what is in them give it to what they are in."""
+    """Replace groups without attributes by their children."""
     kept: list[Tree.Element] = []
     for child in list(element):
         _flatten(child)

@@ -1,4 +1,4 @@
-"""The one place that is asked for the Gaussian of the logits: it asks the layout of theta which way there is."""
+"""Entry point for the Gaussian of the logits; selects the method for the layout of theta."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def logit_gaussian(theta: Tensor, layout: LogitLayout, covariance: Covariance | None = None) -> LogitGaussian:
-    """The Gaussian of the logits of inputs (n, ...), for theta (P,) of this covariance; of no spread without one.
+    """Return the Gaussian of the logits of inputs (n, ...), for theta (P,) with this covariance; no spread for None.
 
-    It is exact for a last layer, and elsewhere that of the network linearised at theta.
+    Exact for a last layer; otherwise for the network linearised at theta.
     """
 
     def mean(inputs: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _spread(theta: Tensor, layout: LogitLayout, covariance: Covariance | None) -
 
 @dataclass(frozen=True)
 class NoSpread:
-    """Of one theta: logits are certain.
+    """A point estimate of theta: the logits have no variance.
 
     Args:
         num_outputs: K.
@@ -55,17 +55,17 @@ class NoSpread:
     is_dense: ClassVar[bool] = False
 
     def variance(self, inputs: Tensor) -> Tensor:
-        """Zeros, (n, K)."""
+        """Return zeros, (n, K)."""
         return inputs.new_zeros(inputs.shape[0], self.num_outputs)
 
     def projected_variance(self, inputs: Tensor) -> Tensor:
-        """Zeros, (n, K)."""
+        """Return zeros, (n, K)."""
         return self.variance(inputs)
 
     def covariance(self, inputs: Tensor) -> Tensor:
-        """Zeros, (n, K, K)."""
+        """Return zeros, (n, K, K)."""
         return inputs.new_zeros(inputs.shape[0], self.num_outputs, self.num_outputs)
 
     def root(self, inputs: Tensor) -> LogitRoot:
-        """Standard deviations, zero."""
+        """Return zero standard deviations."""
         return LogitRoot(self.variance(inputs))

@@ -1,9 +1,9 @@
-"""The covariance of a network's logits under a Sigma of blocks, a layer each: sum_l J_l Sigma_l J_l^T.
+"""The covariance of a network's logits under a Sigma with one block per layer: sum_l J_l Sigma_l J_l^T.
 
-What goes into a layer and what comes back to it, for each output, is noted in one forward and K backward passes of a block of
-examples. The derivatives by a layer's weights are made of them when it is its turn, (n, K, P_l), and those of all of theta never
-are; nor are those by a weight that is used once an example, where J_l Sigma_l J_l^T = G diag(v) G^T, G (K, outputs) what comes
-back and v the variances of the layer's outputs, in the basis in which Sigma_l is diagonal.
+One forward and K backward passes over a block of examples record each layer's inputs, and its output gradients for each
+output. From these, the Jacobian in a layer's weights, (n, K, P_l), is formed one layer at a time; that in all of theta
+never is. A weight used once per example needs no Jacobian either: J_l Sigma_l J_l^T = G diag(v) G^T, with G (K,
+outputs) the output gradients and v the variances of the layer's outputs, in the basis in which Sigma_l is diagonal.
 """
 
 from __future__ import annotations
@@ -30,39 +30,40 @@ from bnncli.targets.blocks import slices
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: what is kept, what comes back, and derivatives
+_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: recorded values, gradients and Jacobians
 
 
 class BlockRoot(Protocol):
-    """L^T of one of Sigma's blocks, applied to derivatives.
+    """L^T of one block of Sigma, applied to Jacobians.
 
     Attributes:
-        num_copies: numbers of four bytes that it holds of each derivative at its peak, these with them.
+        num_copies: peak number of four-byte values per element of the Jacobian, including the Jacobian.
     """
 
     num_copies: ClassVar[int]
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Roots (n, K, r) by derivatives (n, K, p)."""
+        """Return roots (n, K, r) from Jacobians (n, K, p)."""
 
     def turn(self, layer: MatrixDerivatives) -> Turned:
-        """The derivatives in the bases that the block is simple in, where it is of one matrix."""
+        """Return the Jacobian in the bases in which the block is simple, if the block is that of one matrix."""
 
     def of_turned(self, turned: Turned) -> Tensor:
-        """Roots (n, K, r) by these."""
+        """Return roots (n, K, r) from a Jacobian in these bases."""
 
     def turns_as(self, other: BlockRoot) -> bool:
-        """Whether the bases are those of another block at the same place."""
+        """Return whether another block at the same place has the same bases."""
 
 
 Blocks: TypeAlias = "Callable[[Sequence[slice]], Sequence[tuple[slice, BlockRoot]]]"
 
 
 def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
-    """sum_l J_l Sigma_l J_l^T, of a network linearised at theta (P,).
+    """Return sum_l J_l Sigma_l J_l^T for a network linearised at theta (P,).
 
     Args:
-        blocks: Sigma's, with their places in theta, given those of the parameters that are used together.
+        blocks: returns the blocks of Sigma and their places in theta, given the places of parameters that are used
+            together.
     """
     rooted = _rooted(layout, theta, [blocks])
 
@@ -73,10 +74,10 @@ def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
 
 
 def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[Blocks]) -> Callable[[Tensor], Tensor]:
-    """A function of inputs (n, ...) that gives the same for several Sigma, (C, n, K, K) float64; J is made once.
+    """Return a function from inputs (n, ...) to covariances for several Sigma, (C, n, K, K) float64; computes J once.
 
     Args:
-        candidates: the blocks of each, all with the same places.
+        candidates: the blocks of each Sigma, all with the same places.
     """
     rooted = _rooted(layout, theta, candidates)
 
@@ -98,8 +99,8 @@ def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[
 def _rooted(
     layout: ModuleLayout, theta: Tensor, candidates: Sequence[Blocks]
 ) -> Callable[[Tensor], Iterator[Iterable[Iterable[Tensor]]]]:
-    """Of inputs, block by block, at each place of theta, by each Sigma: roots (b, K, r)."""
-    found: list[_Parts] = []  # with the first inputs
+    """Return a function that yields, for each block of inputs, each place of theta and each Sigma, the roots (b, K, r)."""
+    found: list[_Parts] = []  # filled at the first inputs
 
     def roots(inputs: Tensor) -> Iterator[Iterable[Iterable[Tensor]]]:
         if not len(inputs):
@@ -131,12 +132,12 @@ def _rooted(
 
 
 class _Parts(NamedTuple):
-    """How the derivatives by theta are made.
+    """How the Jacobian is computed.
 
     Args:
-        known: pieces of modules whose uses say them.
-        others: parameters of which a Jacobian does.
-        places: in theta, of each piece and parameter, in its order.
+        known: pieces of modules that use the recorded inputs and gradients.
+        others: parameters that need an explicit Jacobian.
+        places: in theta, of each piece and parameter, in theta order.
     """
 
     known: list[Piece]
@@ -145,7 +146,7 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, layout: ModuleLayout, theta: Tensor, inputs: Tensor) -> _Parts:
-        """As tried at theta (P,), on the first of inputs (n, ...)."""
+        """Check the pieces at theta (P,), on the first of inputs (n, ...)."""
         known = tried(layout, theta, inputs, [*matrices_of(layout), *scales_of(layout)])
         taken = {part.name for piece in known for part in piece.parts}
         others = [part for part in layout.parts if part.name not in taken]
@@ -154,11 +155,12 @@ class _Parts(NamedTuple):
 
 
 def block_size(layout: ModuleLayout, largest: int, device: torch.device, num_others: int) -> tuple[int, int]:
-    """Examples of a block, and the numbers that each takes.
+    """Return the number of examples in a block, and of values per example.
 
     Args:
-        largest: numbers of each output in the largest block of Sigma.
-        num_others: parameters that no layer's derivatives tell of: they have a Jacobian, of each and joined, by a pass back for each output.
+        largest: values per output in the largest block of Sigma.
+        num_others: parameters that need an explicit Jacobian, by one backward pass per output, stored separately and
+            joined.
     """
     rows = 2 * num_others + layout.widest if num_others else 0
     each = layout.num_outputs * (layout.own_outputs + largest + rows) + 2 * layout.widest
@@ -166,18 +168,18 @@ def block_size(layout: ModuleLayout, largest: int, device: torch.device, num_oth
 
 
 class MatrixDerivatives(NamedTuple):
-    """Of the logits, by a weight (outputs, F) that multiplies as a matrix, its bias a column.
+    """Jacobian of the logits in a weight (outputs, F) that acts as a matrix, with the bias as a column.
 
     Args:
         place: in theta.
-        uses: each with what comes back to it, (n, K, ...).
+        uses: each with its output gradients, (n, K, ...).
     """
 
     place: slice
     uses: list[tuple[Any, Tensor]]
 
     def in_bases(self, outputs: Tensor | None = None, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What comes back (n, K, outputs, T), U^T g, and goes in (n, F, T), V^T x: their products sum to U^T J V."""
+        """Return U^T g, (n, K, outputs, T), and V^T x, (n, F, T), of output gradients g and inputs x."""
         slopes, columns = [], []
         for use, of in self.uses:
             columns.append(use.columns() if features is None else use.rotated(features.to(of)))
@@ -187,11 +189,11 @@ class MatrixDerivatives(NamedTuple):
 
     @property
     def has_bias(self) -> bool:
-        """Whether the last column is the bias'."""
+        """Return whether the last column is the bias."""
         return bool(self.uses[0][0].has_bias)
 
     def rows(self) -> Tensor:
-        """(n, K, p)."""
+        """Return the Jacobian, (n, K, p)."""
         matrix = products(*self.in_bases())
         if not self.has_bias:
             return matrix.flatten(2)
@@ -199,12 +201,12 @@ class MatrixDerivatives(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """The derivatives by a matrix in bases.
+    """The Jacobian in a matrix, expressed in bases.
 
     Args:
-        slopes: what comes back, (n, K, outputs, 1); or all derivatives, (n, K, outputs, F).
-        columns: what goes in, (n, F, 1); None beside all derivatives.
-        has_bias: whether the last column is the bias'.
+        slopes: output gradients, (n, K, outputs, 1); or the whole Jacobian, (n, K, outputs, F).
+        columns: inputs, (n, F, 1); None with the whole Jacobian.
+        has_bias: whether the last column is the bias.
     """
 
     slopes: Tensor
@@ -212,30 +214,30 @@ class Turned(NamedTuple):
     has_bias: bool = False
 
     def whole(self) -> Tensor:
-        """All derivatives, (n, K, outputs, F)."""
+        """Return the whole Jacobian, (n, K, outputs, F)."""
         return self.slopes if self.columns is None else products(self.slopes, self.columns)
 
 
 class _ScaleDerivatives(NamedTuple):
-    """The same by what a norm scales and shifts by."""
+    """Jacobian of the logits in scale and shift of a normalisation layer."""
 
     place: slice
     uses: list[tuple[Any, Tensor]]
 
     def rows(self) -> Tensor:
-        """(n, K, p)."""
+        """Return the Jacobian, (n, K, p)."""
         found = [torch.stack([use.per_example(one) for one in of.unbind(1)], dim=1) for use, of in self.uses]
         return torch.stack(found).sum(dim=0)
 
 
 class _OtherDerivatives(NamedTuple):
-    """The same by any parameter, from its Jacobian (n, K, p)."""
+    """Jacobian of the logits in any parameter, computed explicitly, (n, K, p)."""
 
     place: slice
     jacobian: Tensor
 
     def rows(self) -> Tensor:
-        """(n, K, p)."""
+        """Return the Jacobian, (n, K, p)."""
         return self.jacobian
 
 
@@ -243,19 +245,19 @@ _Layer: TypeAlias = "MatrixDerivatives | _ScaleDerivatives | _OtherDerivatives"
 
 
 def products(slopes: Tensor, columns: Tensor) -> Tensor:
-    """sum_t g_t x_t^T, (n, K, outputs, F), of g (n, K, outputs, T) and x (n, F, T)."""
+    """Return sum_t g_t x_t^T, (n, K, outputs, F), from g (n, K, outputs, T) and x (n, F, T)."""
     return (slopes.flatten(1, 2) @ columns.mT).unflatten(1, slopes.shape[1:3])
 
 
 def turned(slopes: Tensor, columns: Tensor, *, has_bias: bool = False) -> Turned:
-    """Of g (n, K, outputs, T) and x (n, F, T): both where T is 1, else the sum of their products."""
+    """Keep g (n, K, outputs, T) and x (n, F, T) if T is 1, else sum their products."""
     if slopes.shape[3] == 1:
         return Turned(slopes, columns, has_bias)
     return Turned(products(slopes, columns), None, has_bias)
 
 
 def weighted_root(derivatives: Turned, variances: Tensor) -> Tensor:
-    """Roots (n, K, r) of a covariance that is diagonal in the bases.
+    """Return roots (n, K, r) of a covariance that is diagonal in the bases.
 
     Args:
         variances: (outputs, F).
@@ -268,7 +270,7 @@ def weighted_root(derivatives: Turned, variances: Tensor) -> Tensor:
 
 
 def consecutive_places(pieces: Sequence[Covariance]) -> list[slice]:
-    """Where pieces lie of which each begins where the one before ends."""
+    """Return the places of consecutive pieces."""
     ends = list(accumulate(piece.num_params for piece in pieces))
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -276,7 +278,7 @@ def consecutive_places(pieces: Sequence[Covariance]) -> list[slice]:
 def _derivatives(
     layout: ModuleLayout, theta: Tensor, inputs: Tensor, *, known: Sequence[Piece], others: Sequence[ParamPart]
 ) -> list[_Layer]:
-    """By each layer, at theta (P,) and inputs (n, ...), in theta's order."""
+    """Return the Jacobian in each layer, at theta (P,) and inputs (n, ...), in theta order."""
     found: list[_Layer] = []
     if known:
         logits, noted = forward(layout, theta, inputs, known)
@@ -284,7 +286,7 @@ def _derivatives(
         last = layout.num_outputs - 1
         back = [gradients(logits, noted, one.expand_as(logits), is_last=k == last) for k, one in enumerate(every)]
         for piece in known:
-            of_outputs = [one.pop(piece.parts[0].name) for one in back]  # which are free once they are stacked
+            of_outputs = [one.pop(piece.parts[0].name) for one in back]  # popped, so that they are freed once stacked
             uses = [
                 (pairs[0][0], torch.stack([slope for _, slope in pairs], dim=1))
                 for pairs in zip(*of_outputs, strict=True)
@@ -299,10 +301,10 @@ def _derivatives(
 
 @dataclass
 class _Derivatives:
-    """The logits' derivatives at a block of inputs (n, ...), made when they are first asked for.
+    """Jacobian of the logits at a block of inputs (n, ...), computed on first use.
 
     Args:
-        kept: what is kept of these inputs; None where nothing is to be.
+        kept: cache entry of these inputs; None without a cache.
     """
 
     layout: ModuleLayout
@@ -313,11 +315,11 @@ class _Derivatives:
 
     @cached_property
     def layers(self) -> list[_Layer]:
-        """By each layer, in theta's order."""
+        """Jacobians per layer, in theta order."""
         return _derivatives(self.layout, self.theta, self.inputs, known=self.parts.known, others=self.parts.others)
 
     def roots(self, place: slice, blocks: Sequence[BlockRoot]) -> Iterator[Tensor]:
-        """By each Sigma's block at a place, which may be that of a layer, of part of one or of more than one."""
+        """Yield roots for each Sigma's block at a place, which may cover a layer, part of one, or several."""
         before = blocks[0]
         if self.kept is not None and self.kept.is_known:
             turning = self.kept.get(place.start)
@@ -334,7 +336,7 @@ class _Derivatives:
             yield block.of_turned(turning)
 
     def _turned(self, place: slice, block: BlockRoot) -> Turned | Rows:
-        """Those at a place, as a block takes them."""
+        """Return the Jacobian at a place, in the form that the block takes."""
         within = [layer for layer in self.layers if layer.place.start < place.stop and layer.place.stop > place.start]
         if len(within) == 1 and within[0].place == place and isinstance(within[0], MatrixDerivatives):
             return block.turn(within[0])

@@ -1,4 +1,4 @@
-"""The covariance of a network's logits as draws of its linearised Gaussian tell it: J D^T D J^T / S, without bias."""
+"""The covariance of a network's logits, estimated without bias from draws of its linearised Gaussian: J D^T D J^T / S."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bnncli.targets.blocks import slices
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}  # of a block: what draws leave in a forward pass
+_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}  # of a block: intermediate values of all draws in a forward pass
 
 
 def drawn_spread(layout: ModuleLayout, theta: Tensor, deviations: Tensor) -> Pulled:
-    """Of deviations D (S, P) from theta (P,), each pushed through the network in forward mode: no J is made."""
+    """Return the covariance from deviations D (S, P) of theta (P,), each pushed through the network in forward mode."""
 
     def roots(inputs: Tensor) -> Iterator[Iterable[Tensor]]:
         size = max(1, _ELEMENTS.get(inputs.device.type, 2**25) // (len(deviations) * layout.widest))

@@ -1,4 +1,4 @@
-"""The logits of a last linear layer, which are linear in theta: their covariance is exact, and structures have short ways."""
+"""The logits of a last linear layer: linear in theta, so their covariance is exact; structures have fast paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bnncli.parameters.layouts import HeadLayout
 
 
 def head_spread(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:
-    """The covariance of the logits of features (n, D), whatever theta: the short way of the structure where it has one."""
+    """Return the covariance of the logits of features (n, D), for any theta, by the structure's fast path if any."""
     within = rows_of(covariance)
     if within is not None:
         return SpreadInRows(head_spread(within.inner, within.rows.reduced), within.rows, within.precision)

@@ -1,8 +1,8 @@
-"""What logits linearised at one theta are made of, kept for whoever asks for the same inputs again.
+"""Cache of the ingredients of logits linearised at one theta, for repeated requests with the same inputs.
 
-A prior precision is searched for in rounds, each over all of val, and what comes of it is measured there by several integrators:
-all need the same passes of the network, one forward and one back for each output. They take nearly all of the time where the
-parameters are few of a large network's, as a LoRA adapter's are, and what they give takes little room.
+A search for the prior precision makes several passes over val, and several integrators are then scored on it. All need
+the same network passes, one forward and one backward per output. These take nearly all of the time if the parameters
+are few of a large network's, such as a LoRA adapter's, and their results need little memory.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Rows(NamedTuple):
 
 
 class Kept:
-    """What is made of inputs at one theta, by a hash of each input's numbers, whatever blocks they come in.
+    """Cache at one theta, keyed by a hash of each input's values, independent of how inputs are split into blocks.
 
     Args:
-        most: inputs that there is room for.
+        most: largest number of inputs.
 
     Attributes:
-        beside: what else is kept of this theta.
+        beside: other values cached for this theta.
     """
 
     def __init__(self, most: int) -> None:
@@ -45,14 +45,14 @@ class Kept:
         self._forget()
 
     def at(self, theta: Tensor) -> Kept:
-        """This, empty unless it is of this theta (P,)."""
+        """Return the cache, emptied unless it belongs to this theta (P,)."""
         if self._theta is None or theta.dtype != self._theta.dtype or not torch.equal(theta, self._theta):
             self._theta = theta
             self._forget()
         return self
 
     def block(self, inputs: Tensor) -> KeptBlock | None:
-        """What is kept of inputs (n, ...), or is to be; None where there is no room for them."""
+        """Return the cache entries of inputs (n, ...), known or to be filled; None if they do not fit."""
         keys = row_keys(inputs).tolist()
         new = [key for key in dict.fromkeys(keys) if key not in self.places]
         there = self.places | {key: len(self.places) + index for index, key in enumerate(new)}
@@ -68,12 +68,12 @@ class Kept:
 
 
 class KeptBlock:
-    """What is kept of one block of inputs.
+    """Cache entries of one block of inputs.
 
     Args:
-        index: (n,), the places of the inputs.
-        places: of all inputs with these.
-        is_known: whether there is everything of them.
+        index: (n,), places of the inputs in the cache.
+        places: of all inputs, including these.
+        is_known: whether all of them are already cached.
     """
 
     def __init__(self, kept: Kept, index: Tensor, places: dict[int, int], *, is_known: bool) -> None:
@@ -81,12 +81,12 @@ class KeptBlock:
         self._kept, self._index, self._places = kept, index, places
 
     def get(self, name: Any) -> Any:
-        """What was put under a name, of these inputs."""
+        """Return the value stored under a name, for these inputs."""
         every = self._kept.made[name]
         return type(every)(*(one[self._index] if isinstance(one, torch.Tensor) else one for one in every))
 
     def put(self, name: Any, made: Made) -> Made:
-        """Keep a named tuple of tensors (n, ...) and of what is the same for all inputs; returns it."""
+        """Store a named tuple of tensors (n, ...) and of values shared by all inputs; returns it."""
         if name not in self._kept.made:
             room = [
                 one.new_empty(self._kept.most, *one.shape[1:]) if isinstance(one, torch.Tensor) else one for one in made
@@ -98,13 +98,13 @@ class KeptBlock:
         return made
 
     def finish(self) -> None:
-        """There is everything of these inputs now."""
+        """Mark these inputs as completely cached."""
         self._kept.places = self._places
 
 
 @contextmanager
 def keeping(network: ModuleNetwork, most: int) -> Iterator[None]:
-    """Within, what linearised logits are made of is kept for up to so many inputs."""
+    """Cache the ingredients of linearised logits inside the context, for up to `most` inputs."""
     if most:
         network.kept.update({name: Kept(most) for name in (LOGITS, DERIVATIVES)})
     try:
@@ -114,13 +114,13 @@ def keeping(network: ModuleNetwork, most: int) -> Iterator[None]:
 
 
 def kept_at(layout: ModuleLayout, theta: Tensor, name: str) -> Kept | None:
-    """What is kept at theta (P,); None where nothing is to be."""
+    """Return the cache at theta (P,); None without a cache."""
     found: Kept | None = None if layout.network is None else layout.network.kept.get(name)
     return None if found is None else found.at(theta)
 
 
 def logits_at(layout: ModuleLayout, inputs: Tensor, theta: Tensor) -> Tensor:
-    """Logits (n, K) of inputs (n, ...) under theta (P,), as they are kept where they were asked for before."""
+    """Return logits (n, K) of inputs (n, ...) under theta (P,), from the cache if possible."""
     kept = kept_at(layout, theta, LOGITS)
     block = None if kept is None else kept.block(inputs)
     if block is not None and block.is_known and len(inputs):

@@ -1,4 +1,4 @@
-"""The logits of a network linearised at theta: a layer at a time where Sigma has blocks, and through all of J where it has not."""
+"""The logits of a network linearised at theta: one layer at a time if Sigma has blocks, else through all of J."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -> LogitCovariance:
-    """J Sigma J^T at inputs (n, ...), J the logits' derivatives at theta (P,): the short way of the structure where it has one.
+    """Return J Sigma J^T at inputs (n, ...), J the Jacobian at theta (P,), by the structure's fast path if any.
 
-    Of logits that no module makes, layer by layer, J is what the layout says.
+    If the logits do not come from a module with layers, J comes from the layout.
     """
     if layout.network is None:
         return Pulled(partial(_whole_roots, covariance, layout, theta))
-    layout = cast(ModuleLayout, layout)  # nothing else has a module
+    layout = cast(ModuleLayout, layout)  # only ModuleLayout has a module
     if is_by_layer(covariance.structure):
         return by_layer(layout, theta, _blocks_of(covariance))
     return by_layer(layout, theta, lambda places: [(slice(0, layout.num_params), PulledBlock(covariance))])
@@ -36,9 +36,9 @@ def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -
 def covariances_together(
     candidates: Sequence[Covariance], layout: LogitLayout, theta: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """A function of inputs (n, ...): J Sigma J^T for several Sigma of one structure that has blocks, (C, n, K, K) float64.
+    """Return a function from inputs (n, ...) to J Sigma J^T for several Sigma with blocks, (C, n, K, K) float64.
 
-    J is made once for all, and turned once into bases that they share.
+    J is computed once for all, and transformed once into shared bases.
     """
     return by_layer_together(cast(ModuleLayout, layout), theta, [_blocks_of(one) for one in candidates])
 
@@ -49,17 +49,17 @@ def _blocks_of(covariance: Covariance) -> Blocks:
 
 
 def is_by_layer(structure: str) -> bool:
-    """Whether Sigma of this structure has blocks, so that nothing of K P numbers an example is made."""
+    """Return whether Sigma of this structure has blocks, which avoids K P numbers per example."""
     return structure in registry.names("logits") and hasattr(registry.load_module("logits", structure), "blocks_of")
 
 
 def is_turned(structure: str) -> bool:
-    """Whether Sigma's blocks are diagonal in bases that derivatives are turned into."""
+    """Return whether Sigma's blocks are diagonal in bases into which Jacobians are transformed."""
     return is_by_layer(structure) and hasattr(registry.load_module("logits", structure), "network_root")
 
 
 def largest_root(structure: str, layout: ModuleLayout) -> int:
-    """Numbers of four bytes that the largest block of a Sigma of this structure takes of each output of an example, about."""
+    """Return the approximate number of four-byte values per output and example for the largest block of Sigma."""
     if not is_by_layer(structure):
         return PulledBlock.num_copies * layout.num_params
     largest = max(place.stop - place.start for place in module_places(layout).values())
@@ -70,7 +70,7 @@ def largest_root(structure: str, layout: ModuleLayout) -> int:
 def _whole_roots(
     covariance: Covariance, layout: LogitLayout, theta: Tensor, inputs: Tensor
 ) -> Iterator[Iterable[Tensor]]:
-    """J L, (b, K, P), of blocks of examples."""
+    """Yield J L, (b, K, P), for blocks of examples."""
     theta = theta.to(inputs.dtype)
     size = max(1, BLOCK_ELEMENTS.get(inputs.device.type, 2**19) // (layout.num_outputs * layout.num_params))
     for some in slices(0, max(1, len(inputs)), size):

@@ -1,8 +1,8 @@
-"""The logits' covariance as a sum of squares: of roots that are made of the logits' derivatives, block of examples by block.
+"""The logits' covariance as a sum of squares of roots computed from the Jacobian, one block of examples at a time.
 
-J Sigma J^T = sum_i R_i R_i^T, R_i (K, r) of each of Sigma's pieces: of all of it J L, which asks a covariance for nothing but
-`pull_back`, and so serves each structure that brings no way of its own, and each network that has a Jacobian. That takes K P
-numbers an example; a layer at a time (`_by_layer`) only those of the largest.
+J Sigma J^T = sum_i R_i R_i^T with R_i (K, r) for each piece of Sigma. For Sigma as a whole, R is J L, which needs only
+`pull_back` from the covariance. It therefore works for any structure without a fast path and any network with a
+Jacobian, but takes K P numbers per example. One layer at a time (`_by_layer`) takes only those of the largest layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bnncli.targets.blocks import BLOCK_ELEMENTS, slices
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of inputs (n, ...), block by block, roots (b, K, r) of whichever sizes r.
+# Maps inputs (n, ...) to roots (b, K, r), block by block, with any sizes r.
 RootMaker: TypeAlias = "Callable[[Tensor], Iterator[Iterable[Tensor]]]"
 
 
@@ -28,18 +28,18 @@ class Pulled:
     """J Sigma J^T.
 
     Args:
-        roots: of inputs, whose squares sum to it; never of all examples at once.
+        roots: maps inputs to roots whose squares sum to J Sigma J^T, never for all examples at once.
     """
 
     roots: RootMaker
     is_dense: ClassVar[bool] = True
 
     def variance(self, inputs: Tensor) -> Tensor:
-        """The diagonal of J Sigma J^T, (n, K)."""
+        """Return the diagonal of J Sigma J^T, (n, K)."""
         return self._sums(inputs, lambda root: root.square().sum(dim=2, dtype=torch.float64)).to(inputs.dtype)
 
     def projected_variance(self, inputs: Tensor) -> Tensor:
-        """The diagonal of P J Sigma J^T P, (n, K)."""
+        """Return the diagonal of P J Sigma J^T P, (n, K)."""
 
         def squares(root: Tensor) -> Tensor:
             return (root - root.mean(dim=1, keepdim=True)).square().sum(dim=2, dtype=torch.float64)
@@ -47,15 +47,15 @@ class Pulled:
         return self._sums(inputs, squares).to(inputs.dtype)
 
     def covariance(self, inputs: Tensor) -> Tensor:
-        """J Sigma J^T, (n, K, K)."""
+        """Return J Sigma J^T, (n, K, K)."""
         return self._products(inputs).to(inputs.dtype)
 
     def root(self, inputs: Tensor) -> LogitRoot:
-        """Roots (n, K, K) of the covariances, both in float64: under a weak prior they are nearly singular."""
+        """Return roots (n, K, K) of the covariances, in float64: under a weak prior they are nearly singular."""
         return root_of_covariances(self._products(inputs)).to(inputs)
 
     def _products(self, inputs: Tensor) -> Tensor:
-        """(n, K, K) float64: what all logits share may be large, and float32 would lose the rest in the sums."""
+        """Return J Sigma J^T, (n, K, K) float64, because a large shared component would swamp the rest in float32."""
 
         def squared(root: Tensor) -> Tensor:
             wide = root.double()
@@ -64,7 +64,7 @@ class Pulled:
         return self._sums(inputs, squared)
 
     def _sums(self, inputs: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
-        """What is made of each root, added up."""
+        """Sum `work` over the roots."""
         totals = []
         for block in self.roots(inputs):
             total: Tensor | None = None
@@ -76,7 +76,7 @@ class Pulled:
 
 
 def pulled(covariance: Covariance, jacobian: Callable[[Tensor], Tensor]) -> Pulled:
-    """J L at once, of any covariance Sigma = L L^T, by the logits' derivatives (n, K, P) at inputs (n, ...)."""
+    """Return the covariance J Sigma J^T for any Sigma = L L^T, given the Jacobian (n, K, P) at inputs (n, ...)."""
 
     def roots(inputs: Tensor) -> Iterator[Iterable[Tensor]]:
         one = jacobian(inputs[:1])

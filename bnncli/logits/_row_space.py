@@ -1,4 +1,4 @@
-"""Logits under a posterior that was fitted in the row space of the features: what lies inside, and the prior's outside."""
+"""Logits under a posterior fitted in the row space of the features: the inner covariance plus the prior's outside."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 _FEATURE_ELEMENTS = {
     "cpu": 2**25,
     "cuda": 2**27,
-}  # of a block of examples in float64: large, each costs the inner one a pass
+}  # numbers in a block of examples in float64; large, because each block costs the inner covariance a pass
 
 
 @dataclass(frozen=True)
 class SpreadInRows:
-    """The inner covariance at Phi Q, plus the squared length of the rest over the precision for each output.
+    """The inner covariance at Phi Q, plus the squared norm of the remainder divided by the precision, for each output.
 
     Args:
-        inner: of the logits of coordinates in the span.
+        inner: covariance of the logits, given coordinates in the span.
         rows: the span.
-        precision: of the prior of each weight outside it.
+        precision: prior precision of each weight outside the span.
     """
 
     inner: LogitCovariance
@@ -36,26 +36,26 @@ class SpreadInRows:
 
     @property
     def is_dense(self) -> bool:
-        """As the inner one."""
+        """Return whether the inner covariance is dense."""
         return self.inner.is_dense
 
     def variance(self, inputs: Tensor) -> Tensor:
-        """Of each logit, (n, K)."""
+        """Return the variance of each logit, (n, K)."""
         parts = [self.inner.variance(at) + rest.unsqueeze(1) for at, rest in self._divided(inputs)]
         return torch.cat(parts).to(inputs.dtype)
 
     def projected_variance(self, inputs: Tensor) -> Tensor:
-        """The diagonal of P S P, (n, K)."""
+        """Return the diagonal of P S P, (n, K)."""
         share = 1 - 1 / self.rows.layout.num_outputs
         parts = [self.inner.projected_variance(at) + share * rest[:, None] for at, rest in self._divided(inputs)]
         return torch.cat(parts).to(inputs.dtype)
 
     def covariance(self, inputs: Tensor) -> Tensor:
-        """Of all pairs, (n, K, K): the rest is independent over the outputs."""
+        """Return the covariances, (n, K, K); the remainder is independent across outputs."""
         return torch.cat(list(self._covariances(inputs))).to(inputs.dtype)
 
     def root(self, inputs: Tensor) -> LogitRoot:
-        """Roots of the covariances, of the inner ones' form: what is added is a multiple of the identity."""
+        """Return roots in the form of the inner ones, because the added term is a multiple of the identity."""
         if self.inner.is_dense:
             return root_of_covariances(torch.cat(list(self._covariances(inputs)))).to(inputs)
         roots = [(self.inner.root(at), rest) for at, rest in self._divided(inputs)]
@@ -63,14 +63,14 @@ class SpreadInRows:
         return LogitRoot(torch.cat(scales), roots[0][0].basis).to(inputs)
 
     def _divided(self, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks of examples: where they are inside, (n, r), and the variance of the rest, (n,)."""
+        """Yield, for blocks of examples, the coordinates in the span, (n, r), and the variance of the remainder, (n,)."""
         size = max(1, _FEATURE_ELEMENTS.get(features.device.type, 2**25) // self.rows.layout.num_features)
         for some in slices(0, max(1, features.shape[0]), size):
             block = features[some]
             yield self.rows.coordinates(block), self.rows.outside(block) / self.precision
 
     def _covariances(self, features: Tensor) -> Iterator[Tensor]:
-        """Covariances (n, K, K) of blocks of examples, in the basis' precision."""
+        """Yield covariances (n, K, K) of blocks of examples, in the precision of the basis."""
         for at, rest in self._divided(features):
             covariance = self.inner.covariance(at)
             covariance.diagonal(dim1=1, dim2=2).add_(rest.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Logits under a block covariance: |L^T x|^2 of each output of a last layer, |L^T J|^2 of each layer of a network."""
+"""Logits under a block covariance: |L^T x|^2 for each output of a last layer, |L^T J|^2 for each layer of a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def of_head(covariance: Block, layout: HeadLayout) -> LogitCovariance:
-    """Independent logits, O(K F^2) an example."""
+    """Return independent logits, O(K F^2) per example."""
     scale_tril = covariance.scale_tril
     num_outputs, size = scale_tril.shape[:2]
 
@@ -36,7 +36,7 @@ def of_head(covariance: Block, layout: HeadLayout) -> LogitCovariance:
 
 
 def blocks_of(covariance: InLayers) -> Blocks:
-    """A layer at a time."""
+    """Return one block per layer."""
 
     def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
         own = consecutive_places(covariance.pieces)
@@ -47,27 +47,28 @@ def blocks_of(covariance: InLayers) -> Blocks:
 
 @dataclass(frozen=True)
 class PulledBlock:
-    """A block of which nothing is known but L.
+    """A block known only through L.
 
     Args:
         covariance: L L^T.
     """
 
-    num_copies: ClassVar[int] = 9  # the derivatives, and four of float64: as they go into L, on the way, and out
+    # the Jacobian and four float64 copies: the input of L, an intermediate and the output
+    num_copies: ClassVar[int] = 9
     covariance: Covariance
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Derivatives (n, K, p) times L."""
+        """Return Jacobians (n, K, p) times L."""
         return self.covariance.pull_back(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
 
     def turn(self, layer: MatrixDerivatives) -> Turned:
-        """As rows, which need no bases."""
+        """Return the Jacobian as rows, without bases."""
         return Turned(layer.rows().unsqueeze(2), None)
 
     def of_turned(self, turned: Turned) -> Tensor:
-        """Rows times L."""
+        """Return the rows times L."""
         return self.of_rows(turned.slopes[:, :, 0])
 
     def turns_as(self, other: BlockRoot) -> bool:
-        """Rows are the same for all."""
+        """Return whether the other block takes rows as well."""
         return isinstance(other, PulledBlock)

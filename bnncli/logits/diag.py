@@ -1,4 +1,4 @@
-"""Logits under a diagonal covariance: sums of squared features, or derivatives, times variances."""
+"""Logits under a diagonal covariance: squared features, or squared Jacobians, times variances."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def of_head(covariance: Diag, layout: HeadLayout) -> LogitCovariance:
-    """Independent logits with the variances x^2 . sigma_k^2, O(K F) an example."""
+    """Return independent logits with variances x^2 . sigma_k^2, O(K F) per example."""
     variances = covariance.variances
 
     def variance(features: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def of_head(covariance: Diag, layout: HeadLayout) -> LogitCovariance:
 
 
 def blocks_of(covariance: Diag) -> Blocks:
-    """sum_p J_p^2 sigma_p^2, a layer at a time."""
+    """Return one diagonal block per layer: sum_p J_p^2 sigma_p^2."""
 
     def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
         return [(place, Scaled(covariance.variances[place])) for place in places]
@@ -44,27 +44,27 @@ class Scaled:
         variances: (p,).
     """
 
-    num_copies: ClassVar[int] = 3  # derivatives, and their image in float64
+    num_copies: ClassVar[int] = 3  # the Jacobian and its float64 image
     variances: Tensor
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Derivatives (n, K, p) times standard deviations."""
+        """Return Jacobians (n, K, p) times standard deviations."""
         return rows * self.variances.sqrt().to(rows)
 
     def turn(self, layer: MatrixDerivatives) -> Turned:
-        """As they are, a bias the last column."""
+        """Return the Jacobian as it is, with a bias as last column."""
         return turned(*layer.in_bases(), has_bias=layer.has_bias)
 
     def of_turned(self, turned: Turned) -> Tensor:
-        """The same of a matrix (outputs, F)."""
+        """Return the Jacobian in a matrix (outputs, F) times standard deviations."""
         num_outputs = turned.slopes.shape[2]
         has_bias = turned.has_bias
         layout = HeadLayout(num_outputs, len(self.variances) // num_outputs - has_bias, has_bias=has_bias)
         return weighted_root(turned, layout.augment(self.variances))
 
     def turns_as(self, other: BlockRoot) -> bool:
-        """Every diagonal does."""
+        """Return whether the other block is diagonal."""
         return isinstance(other, Scaled)
 
 
-network_root = Scaled  # what derivatives by a layer are turned by
+network_root = Scaled  # kind of block for a layer's Jacobian

@@ -1,4 +1,4 @@
-"""Logits under a diagonal in the eigenbasis of Kronecker factors: of a network, as under the factors themselves."""
+"""Logits under a diagonal in the eigenbasis of Kronecker factors; a network uses the code of the factors themselves."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from bnncli.parameters.layouts import HeadLayout
 
 
 def of_head(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:
-    """Pulled back through the features."""
+    """Pull back through the features."""
     return pulled(covariance, layout.jacobian)

@@ -1,4 +1,4 @@
-"""Logits under a full covariance: quadratic forms x^T Sigma_kl x, one for each pair of outputs."""
+"""Logits under a full covariance: quadratic forms x^T Sigma_kl x, one per pair of outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def of_head(covariance: Full, layout: HeadLayout) -> LogitCovariance:
-    """Of the blocks of Sigma, which is multiplied out once."""
+    """Return quadratic forms of the blocks of Sigma, which is multiplied out once."""
     return QuadraticForms(covariance, layout)
 
 
@@ -36,16 +36,16 @@ class QuadraticForms:
     is_dense: ClassVar[bool] = True
 
     def variance(self, inputs: Tensor) -> Tensor:
-        """x^T Sigma_kk x, (n, K)."""
+        """Return x^T Sigma_kk x, (n, K)."""
         return self._forms_at(inputs, self._diagonal)
 
     def projected_variance(self, inputs: Tensor) -> Tensor:
-        """The diagonal of P J Sigma J^T P, (n, K): the projection acts on Sigma's blocks, before any example."""
+        """Return the diagonal of P J Sigma J^T P, (n, K), projecting Sigma's blocks once for all examples."""
         return self._forms_at(inputs, self._projected).clamp_min(0)
 
     @cached_property
     def _diagonal(self) -> Tensor:
-        """Sigma's blocks of one output each, (K, F, F)."""
+        """Sigma's diagonal blocks, one per output, (K, F, F)."""
         every = torch.arange(self.layout.num_outputs, device=self._sigma.device)
         return self._blocks(every, every)
 
@@ -53,13 +53,13 @@ class QuadraticForms:
     def _projected(self) -> Tensor:
         """Matrices (K, F, F) whose forms are the variances of the logits minus their mean."""
         places = self.layout.places(self._sigma.device)
-        columns = self._sigma[:, places].mean(dim=1)  # of theta with the mean over the outputs, (P, F)
+        columns = self._sigma[:, places].mean(dim=1)  # covariance of theta with the mean over outputs, (P, F)
         means = columns[places]
         # A matrix and its transpose have the same quadratic form.
         return self._diagonal - 2 * means + means.mean(dim=0)
 
     def covariance(self, inputs: Tensor) -> Tensor:
-        """x^T Sigma_kl x, (n, K, K)."""
+        """Return x^T Sigma_kl x, (n, K, K)."""
         num_outputs = self.layout.num_outputs
         first, second = torch.triu_indices(num_outputs, num_outputs, device=inputs.device)
         out = inputs.new_empty(inputs.shape[0], num_outputs, num_outputs)
@@ -69,15 +69,15 @@ class QuadraticForms:
         return out
 
     def root(self, inputs: Tensor) -> LogitRoot:
-        """Roots (n, K, K) of the covariances, both computed in float64: under a weak prior they are nearly singular."""
+        """Return roots (n, K, K) of the covariances, in float64: under a weak prior they are nearly singular."""
         return root_of_covariances(self.covariance(inputs.double())).to(inputs)
 
     def _forms_at(self, features: Tensor, matrices: Tensor) -> Tensor:
-        """x^T M x for each of the matrices (M, F, F), (n, M), at features (n, D)."""
+        """Return x^T M x for each of the matrices (M, F, F), (n, M), at features (n, D)."""
         return quadratic_forms(self.layout.augment_features(features), matrices).to(features.dtype)
 
     def _blocks(self, first: Tensor, second: Tensor) -> Tensor:
-        """Sigma's blocks of the outputs first (M,) and second (M,), (M, F, F), in the order of the augmented matrix."""
+        """Return Sigma's blocks between outputs first (M,) and second (M,), (M, F, F), in augmented order."""
         places = self.layout.places(self._sigma.device)
         return self._sigma[places[first].unsqueeze(2), places[second].unsqueeze(1)]
 

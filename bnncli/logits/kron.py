@@ -1,4 +1,4 @@
-"""Logits under a Kronecker-factored covariance: independent along the eigenvectors of the outputs' factor."""
+"""Logits under a Kronecker-factored covariance: independent along the eigenvectors of the output factor."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 def of_head(covariance: Kron, layout: HeadLayout) -> LogitCovariance:
-    """U diag(v) U^T, v the variances along U."""
+    """Return U diag(v) U^T, with v the variances along U."""
     return AlongOutputBasis(covariance, layout)
 
 
 @dataclass(frozen=True)
 class AlongOutputBasis:
-    """U diag(v) U^T, O(F^2 + F K + K^2) an example.
+    """U diag(v) U^T, O(F^2 + F K + K^2) per example.
 
     Args:
-        theta_covariance: whose outputs' factor has the eigenvectors U.
+        theta_covariance: its output factor has the eigenvectors U.
         layout: of theta.
     """
 
@@ -46,22 +46,22 @@ class AlongOutputBasis:
     is_dense: ClassVar[bool] = False
 
     def variance(self, inputs: Tensor) -> Tensor:
-        """The diagonal of U diag(v) U^T, (n, K)."""
+        """Return the diagonal of U diag(v) U^T, (n, K)."""
         return (self._along_basis(inputs) @ self._basis.square().T).to(inputs.dtype)
 
     def projected_variance(self, inputs: Tensor) -> Tensor:
-        """The diagonal of P U diag(v) U^T P, (n, K): each of U's columns without its mean, so that nothing cancels."""
+        """Return the diagonal of P U diag(v) U^T P, (n, K); centres the columns of U, so that nothing cancels."""
         projected = (self._basis - self._basis.mean(dim=0)).square()
         return (self._along_basis(inputs) @ projected.T).to(inputs.dtype)
 
     def covariance(self, inputs: Tensor) -> Tensor:
-        """U diag(v) U^T, (n, K, K)."""
+        """Return U diag(v) U^T, (n, K, K)."""
         variances = self._along_basis(inputs)
         out = (self._basis * variances.unsqueeze(1)) @ self._basis.T
         return out.to(inputs.dtype)
 
     def root(self, inputs: Tensor) -> LogitRoot:
-        """U diag(sqrt(v)): nothing of size K^2 an example."""
+        """Return U diag(sqrt(v)), without K^2 numbers per example."""
         return LogitRoot(self._along_basis(inputs).sqrt(), self._basis).to(inputs)
 
     @property
@@ -70,7 +70,7 @@ class AlongOutputBasis:
         return self.theta_covariance.output_basis
 
     def _along_basis(self, features: Tensor) -> Tensor:
-        """v (n, K)."""
+        """Return v (n, K)."""
         sigma = self.theta_covariance
         augmented = self.layout.augment_features(features).to(sigma.feature_basis)
         if sigma.bias_unit != 1:
@@ -80,7 +80,7 @@ class AlongOutputBasis:
 
 
 def blocks_of(covariance: InLayers) -> Blocks:
-    """A layer at a time, each in the bases of its factors."""
+    """Return one block per layer, in the bases of its factors."""
 
     def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
         own = consecutive_places(covariance.pieces)
@@ -98,33 +98,33 @@ class TurnedBlock:
     """A block whose curvature is diagonal in a Kronecker product of bases.
 
     Args:
-        covariance: its inverse, with the prior.
+        covariance: inverse of the curvature plus the prior.
     """
 
-    num_copies: ClassVar[int] = 3  # derivatives, and their image in float64
+    num_copies: ClassVar[int] = 3  # the Jacobian and its float64 image
     covariance: InEigenbasis
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Derivatives (n, K, p) times L."""
+        """Return Jacobians (n, K, p) times L."""
         return PulledBlock(self.covariance).of_rows(rows)
 
     def turn(self, layer: MatrixDerivatives) -> Turned:
-        """In the bases: what comes back and goes in is turned, not their products."""
+        """Return the Jacobian in the bases, transforming output gradients and inputs rather than their products."""
         return turned(*layer.in_bases(self.covariance.output_basis, self.covariance.feature_basis))
 
     def of_turned(self, turned: Turned) -> Tensor:
-        """Times standard deviations, where the coordinates in the bases are independent."""
+        """Return the Jacobian times standard deviations if the coordinates in the bases are independent, else times L."""
         sigma = self.covariance
         if sigma.variances is None:
             return sigma.pull_back_turned(turned.whole()).flatten(2)
         return weighted_root(turned, sigma.variances)
 
     def turns_as(self, other: BlockRoot) -> bool:
-        """Whether the bases are the same tensors."""
+        """Return whether the bases are the same tensors."""
         own = self.covariance
         return isinstance(other, TurnedBlock) and (
             other.covariance.output_basis is own.output_basis and other.covariance.feature_basis is own.feature_basis
         )
 
 
-network_root = TurnedBlock  # what derivatives by a layer are turned by
+network_root = TurnedBlock  # kind of block for a layer's Jacobian

@@ -1,8 +1,9 @@
-"""Curvature of a whole network's target: each file is one structure of its H, the generalised Gauss-Newton matrix (GGN).
+"""Curvature of a network's target: each file is one structure of the generalised Gauss-Newton matrix (GGN) H.
 
-H = sum_n J_n^T H_n J_n, J_n (K, P) the logits' derivatives by theta at example n, H_n their likelihood's Hessian. It is the
-Hessian where the network is linear in theta, and positive semidefinite everywhere (Schraudolph 2002; Martens 2020,
-arXiv:1412.1193). Files here make H; `covariances` of the same name turn it into a Gaussian's.
+H = sum_n J_n^T H_n J_n, where J_n (K, P) is the Jacobian of the logits in theta at example n and H_n the Hessian of
+their likelihood. It equals the Hessian if the network is linear in theta, and is always positive semidefinite
+(Schraudolph 2002; Martens 2020, arXiv:1412.1193). Files here compute H; `covariances` of the same name turn it into a
+Gaussian covariance.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ if TYPE_CHECKING:
 
 
 class NetworkCurvature(Curvature, Protocol):
-    """What a file of this folder has besides: its place among the others, and what it takes."""
+    """What a file of this folder adds: its rank among the structures, and its cost."""
 
     order: ClassVar[int]
-    """Its place from the one that says most of the posterior (lowest) to the least."""
+    """Sort key, from the structure that captures most of the posterior (lowest) to the least."""
     about: ClassVar[str]
     """A few words for `--help`; may be empty."""
 
     @staticmethod
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """The work of `hessian` on a target of one block of examples, to measure what it takes; not what is made of its sums.
+        """Run the work of `hessian` on one block of examples, to measure its cost, without what follows the sums.
 
-        A structure may leave it out whose `hessian` is nothing else.
+        Optional if `hessian` is nothing but the sums.
         """
 
     @staticmethod
     def examples_at_once(target: NetworkTarget) -> int:
-        """Examples that a block of its work has; a structure may leave it out that has the target's own."""
+        """Return the number of examples in a block; optional, defaults to the target's."""
 
     begins_with: ClassVar[str]
-    """Another structure, which `hessian` makes first; a structure may leave it out that makes none.
+    """Another structure, which `hessian` computes first; optional.
 
-    What each takes is measured on its own: the more of two that grow with the examples does not grow as either of them.
+    The two costs are measured separately: their maximum grows with the number of examples like neither of them.
     """
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
-        """Numbers in one copy of the matrices of H, and of the covariance."""
+        """Return the number of elements in one copy of the matrices of H and of the covariance."""

@@ -1,8 +1,8 @@
-"""Columns of the likelihood's Hessian root for blocks of examples: what is propagated back to make a Gauss-Newton matrix.
+"""Columns of the likelihood's Hessian root for blocks of examples, propagated back to compute a Gauss-Newton matrix.
 
-H_n = R_n R_n^T. All M columns make it exactly; S random ones R_n e, e of independent signs, make it without bias, their average
-outer product being H_n (Martens, Sutskever and Swersky 2012, arXiv:1206.6464). Of the empirical Fisher matrix there is one, the
-gradient at the label.
+H_n = R_n R_n^T. All M columns give it exactly. S random columns R_n e, with independent signs e, give it without bias,
+since their mean outer product is H_n (Martens, Sutskever and Swersky 2012, arXiv:1206.6464). The empirical Fisher
+matrix has one column, the gradient at the label.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ if TYPE_CHECKING:
 
     from bnncli.targets.network import NetworkTarget
 
-MOST_EXACT = 3  # columns that are all propagated through the network's layers: with one more, four passes are over
-MOST_EXACT_REST = 2  # to parameters of which each example has its own gradient, in passes of their own
-MOST_DRAWN = 2  # random columns an example, where there are more
+# up to this many columns are all propagated through the network's layers
+MOST_EXACT = 3
+MOST_EXACT_REST = 2  # the same for parameters with per-example gradients, which take passes of their own
+MOST_DRAWN = 2  # random columns per example, if there are more columns
 ENOUGH = (
-    10_000  # random columns of all examples together: factors err by 3 % of their size, or 3 N^-1/2 with one an example
+    # random columns of all examples together; factors then err by 3 % (by 3 N^-1/2 with one per example)
+    10_000
 )
 
 
 def num_drawn(target: NetworkTarget) -> int:
-    """Random columns an example for the layers' factors; 0 where all are propagated, or the gradients at the labels are."""
+    """Return the number of random columns per example for the layers' factors; 0 if none are random."""
     return 0 if _num_columns(target) <= MOST_EXACT else max(1, min(MOST_DRAWN, ENOUGH // target.num_examples))
 
 
 def num_drawn_rest(target: NetworkTarget) -> int:
-    """The same for parameters of which each example has its own gradient."""
+    """Return the number of random columns per example for parameters with per-example gradients; 0 for all."""
     return 0 if _num_columns(target) <= MOST_EXACT_REST else 1
 
 
 def _num_columns(target: NetworkTarget) -> int:
-    """Of H's root."""
+    """Return the number of columns of H's root."""
     return 1 if target.choice.kind == FISHER else target.layout.num_outputs - target.likelihood.is_shift_invariant
 
 
 class Columns:
-    """Those of consecutive blocks of a target's examples.
+    """Columns for consecutive blocks of a target's examples.
 
     Args:
         num_drawn: S, 0 for all.
@@ -54,7 +56,7 @@ class Columns:
         self.generator = torch.Generator().manual_seed(seed)
 
     def of(self, logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, bool]]:
-        """Columns (n, K), one after the other, whose outer products sum to H_n; and whether it is the last.
+        """Yield columns (n, K) whose outer products sum to H_n, each with whether it is the last.
 
         Args:
             logits: (n, K), of the examples in `rows`.
@@ -72,7 +74,7 @@ class Columns:
                 scaled = signs.to(root.device, root.dtype) * self.num_drawn**-0.5
                 root = torch.einsum("kmn,nsm->ksn", root, scaled)
             elif likelihood.is_shift_invariant:
-                # R sqrt(p) = 0: reflected so that sqrt(p) is the last unit vector, the last column is zero and left out.
+                # R sqrt(p) = 0: reflect sqrt(p) to the last unit vector; the last column is then zero.
                 sizes = probabilities.sqrt()
                 root = root[:, :-1] - root[:, -1:] * (sizes[:-1] / (1 + sizes[-1]))
         last = root.shape[1] - 1
@@ -80,7 +82,7 @@ class Columns:
             yield root[:, index].T.contiguous(), index == last
 
     def _gradient(self, logits: Tensor, rows: slice) -> Tensor:
-        """Of the log likelihoods of the labels by the logits, (n, K)."""
+        """Return the gradients of the labels' log likelihoods in the logits, (n, K)."""
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             total = self.target.likelihood.log_likelihoods(leaf.unsqueeze(0), self.target.labels[rows]).sum()

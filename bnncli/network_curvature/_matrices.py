@@ -1,7 +1,7 @@
-"""The weights of a network that multiply as matrices: of linear layers, and of convolutions, on patches of their input.
+"""The weights of a network that act as matrices: of linear layers, and of convolutions on patches of their input.
 
-Such a layer makes y = W x + b at each of T positions of an example. Its gradient is sum_t g_t (x_t, 1)^T, g the gradient at y:
-all that Kronecker factors are made of (Grosse and Martens 2016, arXiv:1602.01407).
+Such a layer computes y = W x + b at each of T positions of an example. Its gradient is sum_t g_t (x_t, 1)^T, with g the
+gradient at y, from which Kronecker factors are built (Grosse and Martens 2016, arXiv:1602.01407).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
     from bnncli.parameters.module import ModuleLayout
 
-_PATCHES = 2**21  # numbers in patches that are cut out at once
-_BANDS = 3  # of rows of a product X X^T, each made from the diagonal on
+_PATCHES = 2**21  # numbers in the patches extracted at once
+_BANDS = 3  # row bands of a product X X^T, each computed from the diagonal on
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight (K, D), and its bias directly behind it where that is chosen too.
+    """A weight (K, D), and its bias if that is chosen too and directly follows.
 
     Args:
-        module: the name of the module that has it.
+        module: name of the module.
         parts: of theta.
     """
 
@@ -36,12 +36,12 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """The weight's."""
+        """Name of the weight."""
         return self.parts[0].name
 
     @property
     def has_bias(self) -> bool:
-        """Whether the bias is with it."""
+        """Return whether the bias is included."""
         return len(self.parts) > 1
 
     @property
@@ -51,11 +51,11 @@ class Matrix:
 
     @property
     def num_columns(self) -> int:
-        """F: D, and one for the bias."""
+        """F: D, plus one for the bias."""
         return (self.parts[-1].place.stop - self.parts[0].place.start) // self.num_outputs
 
     def use(self, module: Any, inputs: Tensor) -> MatrixUse:
-        """A call of the module with inputs (n, ...)."""
+        """Record a call of the module with inputs (n, ...)."""
         return (PatchesUse if _is_convolution(module) else MatrixUse)(module, self.has_bias, inputs)
 
 
@@ -64,7 +64,7 @@ class MatrixUse:
     """One call of a linear layer.
 
     Args:
-        module: as it was when it was called.
+        module: the module, in its state during the call.
         has_bias: whether the bias is part of the matrix.
         inputs: (n, ..., D).
     """
@@ -79,46 +79,46 @@ class MatrixUse:
         return len(self.inputs)
 
     def gram(self) -> tuple[Tensor, int]:
-        """The sum of x x^T over examples and positions, (F, F) float64, and their number."""
+        """Return the sum of x x^T over examples and positions, (F, F) float64, and the number of terms."""
         rows = self.inputs.reshape(-1, self.inputs.shape[-1])
         return self._with_ones(_gram(rows.T), rows.sum(dim=0), len(rows)), len(rows)
 
     def rotated(self, basis: Tensor) -> Tensor:
-        """V^T (x, 1) of each position, (n, F, T), for V (F, F)."""
+        """Return V^T (x, 1) at each position, (n, F, T), for V (F, F)."""
         turned = self.inputs.reshape(len(self.inputs), -1, self.inputs.shape[-1]) @ basis[: self.inputs.shape[-1]]
         return (turned + basis[-1] if self.has_bias else turned).mT
 
     def columns(self) -> Tensor:
-        """x of each position, (n, F, T)."""
+        """Return (x, 1) at each position, (n, F, T); x without a bias."""
         columns = self._unbiased()
         return torch.cat([columns, torch.ones_like(columns[:, :1])], dim=1) if self.has_bias else columns
 
     def _unbiased(self) -> Tensor:
-        """The same without the ones for the bias."""
+        """Return x at each position, (n, D, T)."""
         return self.inputs.reshape(len(self.inputs), -1, self.inputs.shape[-1]).mT
 
     def outputs(self, gradient: Tensor) -> Tensor:
-        """The gradient by the output as (n, K, T)."""
+        """Return the gradient at the output as (n, K, T)."""
         return gradient.reshape(len(gradient), -1, gradient.shape[-1]).mT
 
     def of(self, some: slice) -> Self:
-        """The same of some of the examples."""
+        """Restrict to some of the examples."""
         return replace(self, inputs=self.inputs[some])
 
     def sums(self, slopes: Tensor) -> Tensor:
-        """The sum of g (x, 1)^T over positions, (n, K, F), of g (n, K, T)."""
+        """Return the sum of g (x, 1)^T over positions, (n, K, F), from g (n, K, T)."""
         products = slopes @ self._unbiased().mT
         return torch.cat([products, slopes.sum(dim=2, keepdim=True)], dim=2) if self.has_bias else products
 
     def per_example(self, gradient: Tensor) -> Tensor:
-        """The gradients (n, K F) of weight and bias."""
+        """Return the gradients (n, K F) of weight and bias."""
         matrix = self.sums(self.outputs(gradient))
         if not self.has_bias:
             return matrix.flatten(1)
         return torch.cat([matrix[:, :, :-1].flatten(1), matrix[:, :, -1]], dim=1)
 
     def _with_ones(self, gram: Tensor, sums: Tensor, count: int) -> Tensor:
-        """The gram (D, D) of x, with that of (x, 1) where there is a bias, float64."""
+        """Extend the Gram matrix (D, D) of x to that of (x, 1) if there is a bias, float64."""
         if not self.has_bias:
             return gram.double()
         beside = torch.cat([sums, sums.new_full((1,), count)]).unsqueeze(1)
@@ -126,15 +126,15 @@ class MatrixUse:
 
 
 class PatchesUse(MatrixUse):
-    """One call of a convolution over one, two or three dimensions, with inputs (n, channels, size of each)."""
+    """One call of a convolution over one, two or three dimensions, with inputs (n, channels, sizes)."""
 
     def gram(self) -> tuple[Tensor, int]:
-        """The sum of x x^T over examples and positions, (F, F) float64, and their number."""
+        """Return the sum of x x^T over examples and positions, (F, F) float64, and the number of terms."""
         padded = self._padded()
         num_columns, num_positions = self._patches(padded[:1]).shape[1:]
         total: Tensor | None = None
         for some in padded.split(max(1, _PATCHES // (num_columns * num_positions))):
-            # Channels first, then where in the patch, then examples and positions: one copy, of long runs.
+            # Channels, then patch offsets, then examples and positions: one copy of long runs.
             windows = self._windows(some.transpose(0, 1).contiguous())
             patches = windows.movedim(1, 1 + len(self.module.kernel_size)).reshape(num_columns, -1)
             part = self._with_ones(_gram(patches), patches.sum(dim=1), patches.shape[1])
@@ -143,11 +143,11 @@ class PatchesUse(MatrixUse):
         return total, len(padded) * num_positions
 
     def _unbiased(self) -> Tensor:
-        """The patches, (n, D, T)."""
+        """Return the patches, (n, D, T)."""
         return self._patches(self._padded())
 
     def rotated(self, basis: Tensor) -> Tensor:
-        """V^T (x, 1) of each position, (n, F, T), for V (F, F): a convolution with the columns of V."""
+        """Return V^T (x, 1) at each position, (n, F, T), for V (F, F): a convolution with the columns of V."""
         module = self.module
         weight = basis[: len(basis) - self.has_bias].T.reshape(len(basis), -1, *module.kernel_size)
         bias = basis[-1] if self.has_bias else None
@@ -156,15 +156,15 @@ class PatchesUse(MatrixUse):
         return turned.flatten(2)
 
     def outputs(self, gradient: Tensor) -> Tensor:
-        """The gradient by the output as (n, K, T)."""
+        """Return the gradient at the output as (n, K, T)."""
         return gradient.flatten(2)
 
     def _patches(self, padded: Tensor) -> Tensor:
-        """(n, D, T) of padded inputs (n, channels, size of each dimension)."""
+        """Return the patches (n, D, T) of padded inputs (n, channels, sizes)."""
         return self._windows(padded).flatten(1, 1 + len(self.module.kernel_size)).flatten(2)
 
     def _windows(self, images: Tensor) -> Tensor:
-        """A view (a, b, kernel, places) of images (a, b, size of each dimension): what the kernel sees at each place."""
+        """Return a view (a, b, kernel, places) of images (a, b, sizes): the kernel's window at each place."""
         module, own = self.module, images.stride()[2:]
         reach = [rate * (size - 1) + 1 for rate, size in zip(module.dilation, module.kernel_size, strict=True)]
         places = [
@@ -181,7 +181,7 @@ class PatchesUse(MatrixUse):
 
 
 def matrices_of(layout: ModuleLayout) -> list[Matrix]:
-    """The weights that look like matrices, in theta's order: of linear layers and plain convolutions."""
+    """Return the weights that act as matrices, in theta order: of linear layers and ungrouped convolutions."""
     return [
         Matrix(name, with_bias(layout, index))
         for index, name, module in own_weights(layout)
@@ -194,7 +194,7 @@ def _is_convolution(module: Any) -> bool:
 
 
 def _gram(columns: Tensor) -> Tensor:
-    """X X^T (F, F) of X (F, n): what lies above the diagonal is multiplied out, what lies below is copied."""
+    """Return X X^T (F, F) of X (F, n), computing the upper triangle and copying the lower."""
     size = len(columns)
     if size < 64:
         return columns @ columns.T

@@ -1,4 +1,4 @@
-"""The diagonal of the Gauss-Newton matrix of some of the chosen parameters, the others as they are in theta."""
+"""The diagonal of the Gauss-Newton matrix for some of the chosen parameters, with the others at their values in theta."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of per-example gradients at once
 
 
 def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], columns: Columns) -> list[Tensor]:
-    """Of the parameters of each of `parts`, float64; each example's gradient by each column is squared.
+    """Return the diagonal for each of `parts`, float64: squared per-example gradients, summed over the columns.
 
-    One pass forward for what columns are made of, one more, and one back for each column.
+    Takes one forward pass for the columns, another for the gradients, and one backward pass per column.
     """
     layout = target.layout
     network = layout.network

@@ -1,4 +1,4 @@
-"""Rows whose outer products sum to H: H_n^(1/2) J_n of some examples at once, or their gradients; never of all."""
+"""Rows whose outer products sum to H: H_n^(1/2) J_n, or gradients, for a block of examples at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ELEMENTS = {"cpu": 2**22, "cuda": 2**28}  # of rows at once
 
 
 def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
-    """Rows (n M, P) of blocks of examples, whose outer products sum to H at theta (P,).
+    """Yield rows (n M, P) for blocks of examples, whose outer products sum to H at theta (P,).
 
-    R_n^T J_n with R_n R_n^T = H_n for the Gauss-Newton matrix; for the empirical Fisher matrix an example's gradient of the
-    log likelihood of its label, so that M is 1.
+    R_n^T J_n with R_n R_n^T = H_n for the Gauss-Newton matrix. For the empirical Fisher matrix, each example's gradient
+    of the log likelihood of its label, so M is 1.
     """
     theta = theta.to(target.device, target.dtype)
     is_fisher = target.choice.kind == FISHER
@@ -38,14 +38,14 @@ def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
 
 
 def examples_at_once(target: NetworkTarget) -> int:
-    """Examples whose rows, and whose activations for each of them, have room at once."""
+    """Return the number of examples whose rows, and the activations for each row, fit at once."""
     num_rows = 1 if target.choice.kind == FISHER else target.layout.num_outputs
     size = _ELEMENTS.get(target.device.type, 2**24) // (num_rows * target.layout.num_params)
     return max(1, min(target.num_examples, size, target.rows_at_once(num_rows, target.dtype)))
 
 
 def _roots(target: NetworkTarget, theta: Tensor, inputs: Tensor) -> Tensor:
-    """R_n^T J_n, (n M, P)."""
+    """Return R_n^T J_n, (n M, P)."""
     layout, likelihood = target.layout, target.likelihood
     logits = layout.logits(inputs, theta.unsqueeze(0))[0]
     probs = likelihood.normalize_(logits.T.unsqueeze(1).clone())[1][:, 0]
@@ -53,7 +53,7 @@ def _roots(target: NetworkTarget, theta: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _gradients(target: NetworkTarget, theta: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Of each example's log likelihood, (n, P)."""
+    """Return the gradient of each example's log likelihood, (n, P)."""
     layout, likelihood = target.layout, target.likelihood
 
     def log_likelihood(draw: Tensor, example: Tensor, label: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The weights and biases that scale and shift what a norm has normalised, and so have cheap gradients of each example."""
+"""The weights and biases of normalisation layers, whose per-example gradients are cheap."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scale:
-    """The weight (C,) of a norm, and its bias directly behind it where that is chosen too.
+    """The weight (C,) of a normalisation layer, and its bias if that is chosen too and directly follows.
 
     Args:
-        module: the norm's name.
+        module: name of the layer.
         parts: of theta.
     """
 
@@ -28,7 +28,7 @@ class Scale:
     parts: tuple[ParamPart, ...]
 
     def use(self, module: Any, inputs: Tensor) -> ScaleUse:
-        """A call of the norm with inputs (n, ...)."""
+        """Record a call of the layer with inputs (n, ...)."""
         functional, has_bias = torch.nn.functional, len(self.parts) > 1
         if isinstance(module, torch.nn.LayerNorm):
             normalized = functional.layer_norm(inputs, module.normalized_shape, eps=module.eps)
@@ -41,12 +41,12 @@ class Scale:
 
 @dataclass(frozen=True)
 class ScaleUse:
-    """One call of a norm.
+    """One call of a normalisation layer.
 
     Args:
-        normalized: (n, C, ...), before the weight; (n, ..., C) where the weight belongs to the last dimensions.
-        has_bias: whether the bias is with it.
-        num_last: how many last dimensions that are; 0 where it belongs to the second.
+        normalized: (n, C, ...), before the weight; (n, ..., C) if the weight applies to the last dimensions.
+        has_bias: whether the bias is included.
+        num_last: number of last dimensions the weight applies to; 0 if it applies to the second dimension.
     """
 
     normalized: Tensor
@@ -59,16 +59,16 @@ class ScaleUse:
         return len(self.normalized)
 
     def of(self, some: slice) -> ScaleUse:
-        """The same of some of the examples."""
+        """Restrict to some of the examples."""
         return replace(self, normalized=self.normalized[some])
 
     def per_example(self, gradient: Tensor) -> Tensor:
-        """The gradients (n, P) of weight and bias, by that of the output."""
+        """Return the gradients (n, P) of weight and bias, given the gradient at the output."""
         slopes = gradient * self.normalized
         return torch.cat([self._summed(one) for one in ([slopes, gradient] if self.has_bias else [slopes])], dim=1)
 
     def _summed(self, tensor: Tensor) -> Tensor:
-        """(n, C), summed over positions."""
+        """Sum over positions, (n, C)."""
         if self.num_last:
             return (
                 tensor.flatten(-self.num_last).flatten(1, -2).sum(dim=1)
@@ -79,7 +79,7 @@ class ScaleUse:
 
 
 def scales_of(layout: ModuleLayout) -> list[Scale]:
-    """Of batch norm, layer norm and group norm, in theta's order."""
+    """Return the scales of batch, layer and group norms, in theta order."""
     nn = torch.nn
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     return [

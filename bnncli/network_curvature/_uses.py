@@ -1,7 +1,8 @@
-"""What goes into a network's modules and what comes back to them, noted by hooks during one pass: gradients of each example.
+"""Record inputs and output gradients of modules with hooks during one pass, for per-example gradients.
 
-Which modules use their parameters as is thought here is tried: where the gradient of each of two examples, as autograd has it,
-is another one (a weight that another module has or reads too, a batch that does not come first), the module is left out.
+A probe checks that modules use their parameters as assumed. A module is left out if its gradient for either of two
+examples differs from autograd's, for example because another module shares the weight or the batch dimension is not the
+first.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
     from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 
-_PROBES = 2  # examples that gradients are tried on
-_TOLERANCE = 1e-6  # in float64, relative to the largest
+_PROBES = 2  # examples used for the check
+_TOLERANCE = 1e-6  # in float64, relative to the largest gradient
 
 
 class Use(Protocol):
@@ -27,51 +28,52 @@ class Use(Protocol):
 
     @property
     def num_examples(self) -> int:
-        """Of its inputs, as far as their first dimension says."""
+        """Number of examples, from the first dimension of the inputs."""
 
     def of(self, some: slice) -> Use:
-        """The same of some of the examples."""
+        """Restrict to some of the examples."""
 
     def per_example(self, gradient: Tensor) -> Tensor:
-        """The gradients (n, P) of its parameters in a piece, by that of its output."""
+        """Return the gradients (n, P) of the piece's parameters, given the gradient at the output."""
 
 
 class Piece(Protocol):
-    """Parameters of one module, as they lie in theta, one behind the other."""
+    """Parameters of one module that are adjacent in theta."""
 
     @property
     def module(self) -> str:
-        """Its name."""
+        """Name of the module."""
 
     @property
     def parts(self) -> tuple[ParamPart, ...]:
-        """The weight first."""
+        """The parts of theta, weight first."""
 
     def use(self, module: Any, inputs: Tensor) -> Use:
-        """A call of the module with inputs (n, ...)."""
+        """Record a call of the module with inputs (n, ...)."""
 
 
-Finder: TypeAlias = "Callable[[ModuleLayout, Tensor, Tensor, Sequence[Piece]], list[Piece]]"  # as `tried` is called
+# signature of `tried` and `called`
+Finder: TypeAlias = "Callable[[ModuleLayout, Tensor, Tensor, Sequence[Piece]], list[Piece]]"
 Noted = dict[
     str, list[tuple[Any, Any]]
-]  # by the name of a piece's weight: each use, and where its output's gradient comes back
+]  # weight name of each piece to its uses, each with the autograd edge of the output
 
 
 def place_of(piece: Piece) -> slice:
-    """Where a piece lies in theta."""
+    """Return the piece's place in theta."""
     return slice(piece.parts[0].place.start, piece.parts[-1].place.stop)
 
 
 def with_bias(layout: ModuleLayout, index: int) -> tuple[ParamPart, ...]:
-    """The part of this index, a weight, and the bias of the same module where it lies directly behind."""
+    """Return the weight with this index, and the bias of the same module if it directly follows."""
     part, after = layout.parts[index], layout.parts[index + 1 : index + 2]
     return part, *(one for one in after if one.name == f"{part.name.removesuffix('weight')}bias")
 
 
 def own_weights(layout: ModuleLayout) -> list[tuple[int, str, Any]]:
-    """Index, module's name and module of each part that is the weight of one, which computes as torch's own of its kind.
+    """Return index, module name and module of each part that is the weight of a module with torch's own forward.
 
-    Libraries derive from these what takes other inputs: a norm with channels first, a convolution that pads.
+    Subclasses in libraries may expect other inputs: a norm with channels first, a convolution that pads.
     """
     every = network_of(layout).module.named_modules()
     modules = {name: one for name, one in every if type(one).forward.__module__.startswith("torch.nn.")}
@@ -80,13 +82,13 @@ def own_weights(layout: ModuleLayout) -> list[tuple[int, str, Any]]:
 
 
 def network_of(layout: ModuleLayout) -> ModuleNetwork:
-    """What the layout is bound to."""
+    """Return the network that the layout is bound to."""
     assert layout.network is not None
     return layout.network
 
 
 def forward(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Noted]:
-    """Logits (n, K) of inputs (n, ...) under theta (P,), with a graph that reaches each piece, and its uses."""
+    """Return logits (n, K) of inputs (n, ...) under theta (P,), with a graph to each piece, and the pieces' uses."""
     modules = dict(network_of(layout).module.named_modules())
     noted: Noted = {piece.parts[0].name: [] for piece in pieces}
     handles = [
@@ -104,20 +106,20 @@ def forward(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequenc
 
 
 def called(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces that a pass of inputs (n, ...) calls, and whose outputs the logits depend on; what their gradients are is not tried."""
+    """Return the pieces that a pass of inputs (n, ...) calls and that the logits depend on, without checking gradients."""
     logits, noted = forward(layout, theta, inputs[:1], pieces)
     back = gradients(logits, noted, torch.ones_like(logits), is_last=True)
     return [piece for piece in pieces if back[piece.parts[0].name]]
 
 
 def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool) -> dict[str, list[tuple[Any, Tensor]]]:
-    """Each use that the logits depend on with the gradient by its output, of the sum of cotangent (n, K) times logits.
+    """Return the uses that affect the logits, with the gradients at their outputs for a cotangent (n, K).
 
     Args:
-        is_last: whether no other cotangent of the same logits follows.
+        is_last: whether this is the last cotangent for these logits, so that the graph may be freed.
     """
     edges = [edge for of in noted.values() for _, edge in of]
-    if not edges:  # autograd refuses to look for nothing
+    if not edges:  # autograd raises an error for an empty list
         return {name: [] for name in noted}
     found = iter(torch.autograd.grad(logits, edges, cotangent, retain_graph=not is_last, allow_unused=True))
     pairs = {name: [(use, next(found)) for use, _ in of] for name, of in noted.items()}
@@ -125,7 +127,7 @@ def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool)
 
 
 def tried(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces whose gradients at theta (P,), on the first of inputs (n, ...), are what their uses say."""
+    """Return the pieces whose gradients at theta (P,), for the first of inputs (n, ...), agree with autograd."""
     inputs, theta = inputs[:_PROBES], theta.detach().double()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     with layout.briefly(theta.dtype):
@@ -140,7 +142,7 @@ def _tried(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence
     if not noted:
         return []
     numbers = torch.arange(1, logits.numel() + 1, dtype=logits.dtype, device=logits.device)
-    cotangent = numbers.sin().view_as(logits)  # not the same for any two outputs, and not a sum that softmax loses
+    cotangent = numbers.sin().view_as(logits)  # distinct for all outputs, and not constant, which softmax would lose
     with torch.enable_grad():
         leaf = theta.clone().requires_grad_()
         sums = (layout.logits(inputs, leaf.unsqueeze(0))[0] * cotangent).sum(dim=1)
@@ -159,7 +161,7 @@ def _is_gradient(pairs: list[tuple[Any, Tensor]], true: Tensor) -> bool:
 def _noting(of: list[tuple[Any, Any]], piece: Piece) -> Callable[..., None]:
     def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         inputs = args[0] if args else next(iter(named.values()))
-        # By the edge, not by the output, which an activation may change in place.
+        # Keep the edge instead of the output, which an activation may change in place.
         of.append((piece.use(module, inputs.detach()), torch.autograd.graph.get_gradient_edge(output)))
 
     return note

@@ -1,4 +1,4 @@
-"""The blocks of the Gauss-Newton matrix that belong to each module's own parameters: a layer's weight with its bias."""
+"""The diagonal blocks of the Gauss-Newton matrix, one per module: a layer's weight with its bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """`hessian.block.<module>`, (F, F) each, of the F parameters that a module has itself."""
+    """`hessian.block.<module>`, (F, F) each, for the F parameters of the module itself."""
 
     order: ClassVar[int] = 20
     about: ClassVar[str] = "all pairs of one module's parameters"
@@ -26,7 +26,7 @@ class Block:
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """`hessian.block.<module>`, (F, F) float64 each."""
+        """Return `hessian.block.<module>`, (F, F) float64 each."""
         places = module_places(target.layout)
         totals = {
             module: torch.zeros(place.stop - place.start, place.stop - place.start, dtype=torch.float64).to(
@@ -41,10 +41,10 @@ class Block:
 
     @staticmethod
     def examples_at_once(target: NetworkTarget) -> int:
-        """As rows have room."""
+        """Return the number of examples whose rows fit at once."""
         return examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
-        """The sum of F^2."""
+        """Return the sum of F^2."""
         return sum((place.stop - place.start) ** 2 for place in module_places(layout).values())

@@ -1,7 +1,7 @@
-"""The diagonal of H: each example's gradient by each column of the Hessian's root is squared, a layer at a time.
+"""The diagonal of H: squared per-example gradients for each column of the Hessian's root, one layer at a time.
 
-Of a linear layer that is used once an example it is the product of two sums, (sum_m g_m^2) x^2, which no gradient is made for;
-of other layers some examples' gradients are made at once, (n, P_l), never those by all outputs (Jacobians).
+For a linear layer used once per example, this is the product of two sums, (sum_m g_m^2) x^2, without any gradients.
+Other layers compute gradients (n, P_l) for a few examples at once, never Jacobians of all outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
 
-_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of examples' gradients by a layer at once
+_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of per-example gradients of a layer at once
 
 
 class Diag:
@@ -36,22 +36,22 @@ class Diag:
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """`hessian.diag`, (P,) float64."""
+        """Return `hessian.diag`, (P,) float64."""
         return _diagonal(target, theta, are=tried)
 
     @staticmethod
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """The diagonal of its examples, of pieces as they seem."""
+        """Compute the diagonal of one block, without checking the pieces."""
         return _diagonal(target, theta, are=called)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
-        """P."""
+        """Return P."""
         return layout.num_params
 
 
 def _diagonal(target: NetworkTarget, theta: Tensor, *, are: Finder) -> dict[str, Tensor]:
-    """`hessian.diag`, of the pieces that are what they seem."""
+    """Return `hessian.diag`, using the pieces that `are` accepts."""
     layout = target.layout
     theta = theta.to(target.device, target.dtype)
     total = torch.zeros(layout.num_params, dtype=torch.float64, device=target.device)
@@ -66,7 +66,7 @@ def _diagonal(target: NetworkTarget, theta: Tensor, *, are: Finder) -> dict[str,
 
 
 def _add_pieces(total: Tensor, target: NetworkTarget, theta: Tensor, pieces: list[Piece]) -> None:
-    """Adds the squares of all examples' gradients by the pieces' parameters to their places in total (P,)."""
+    """Add the squared per-example gradients of the pieces' parameters to their places in total (P,)."""
     columns = Columns(target, num_drawn=0, seed=0)
     places = {piece.parts[0].name: place_of(piece) for piece in pieces}
     for rows in target.row_blocks(1, theta.dtype) if pieces else ():
@@ -77,7 +77,7 @@ def _add_pieces(total: Tensor, target: NetworkTarget, theta: Tensor, pieces: lis
 
 
 def _add_squares(total: Tensor, pairs: list[tuple[Use, Tensor]]) -> None:
-    """The same of one column and one piece, whose place total (P_l,) is; the gradient is summed over its uses."""
+    """Add the squares for one column and one piece to total (P_l,); the gradient is summed over the piece's uses."""
     use, gradient = pairs[0]
     if len(pairs) == 1 and isinstance(use, MatrixUse) and not isinstance(use, PatchesUse):
         slopes = use.outputs(gradient)

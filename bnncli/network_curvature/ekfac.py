@@ -1,9 +1,10 @@
-"""The diagonal of the Gauss-Newton matrix in the eigenbasis of its Kronecker factors, a layer each.
+"""The diagonal of the Gauss-Newton matrix in the eigenbasis of its Kronecker factors, one basis per layer.
 
-With U and V the eigenvectors of a layer's factors, the curvature along u_i kron v_j is sum_n (u_i^T G_n v_j)^2, G_n an example's
-gradient by each column of the Hessian's root: the best diagonal in that basis (George et al. 2018, arXiv:1806.03884),
-where the factors' own eigenvalues take inputs and gradients for independent, and positions too. Random columns are others than
-those that the basis is made of. Parameters that are no matrix have the diagonal that they have beside the factors.
+With U and V the eigenvectors of a layer's factors, the curvature along u_i kron v_j is sum_n (u_i^T G_n v_j)^2, with
+G_n an example's gradient for each column of the Hessian's root. This is the best diagonal in that basis (George et al.
+2018, arXiv:1806.03884), whereas the factors' own eigenvalues assume that inputs, gradients and positions are
+independent. The random columns differ from those used for the basis. Parameters that form no matrix keep the diagonal
+computed with the factors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
 
-_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of an example's sums, or inputs at all positions, at once
+_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of a block's per-example sums, or of inputs at all positions
 
 
 class Ekfac:
@@ -37,38 +38,38 @@ class Ekfac:
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """The eigenvectors of each layer's factors, the curvature along them, and the diagonal of the rest."""
+        """Return the eigenvectors of each layer's factors, the curvature along them, and the diagonal of the rest."""
         factors = LayerFactors.of(target, theta)
         bases = factors.bases()
         return in_parts("ekfac", factors, bases, _values(target, theta, factors, bases))
 
     @staticmethod
     def metrics(hessian: dict[str, Tensor]) -> dict[str, Any]:
-        """How the basis was made, as of the factors."""
+        """Return how the basis was computed."""
         return told_of("ekfac", hessian)
 
     @staticmethod
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """Factors of its examples, and curvatures in bases of their size."""
+        """Compute the factors of one block, and curvatures in bases of the same size."""
         factors = LayerFactors.of(target, theta, are=called)
         bases = {name: _unturned(factors.outputs[name], of_inputs) for name, of_inputs in factors.features.items()}
         return _values(target, theta, factors, bases)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
-        """As of the factors."""
+        """Return the number of elements of the factors."""
         return Kron.num_elements(layout)
 
 
 def _unturned(outputs: Tensor, features: Tensor) -> Basis:
-    """The bases in which the factors are."""
+    """Return identity bases of the factors' size."""
     return Basis(
         torch.eye(len(outputs)).to(outputs), torch.eye(len(features)).to(features), outputs[:, :1] * features[0]
     )
 
 
 def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: dict[str, Basis]) -> dict[str, Tensor]:
-    """The curvature (K, F) along each pair of eigenvectors, by the weight's name, float64."""
+    """Return the curvature (K, F) along each pair of eigenvectors, by weight name, float64."""
     theta = theta.to(target.device, target.dtype)
     turned = {name: (basis.outputs.to(theta), basis.features.to(theta)) for name, basis in bases.items()}
     totals = {name: torch.zeros_like(basis.values) for name, basis in bases.items()}
@@ -83,16 +84,16 @@ def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: 
 
 
 def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, features: Tensor) -> Tensor:
-    """The sum over examples and columns of (U^T G V)^2, (K, F) float64, G summed over uses and positions.
+    """Return the sum over examples and columns of (U^T G V)^2, (K, F) float64, with G summed over uses and positions.
 
     Args:
-        back: of each column, the uses of one weight with the gradients by their outputs.
+        back: per column, the uses of one weight with the gradients at their outputs.
         outputs, features: U (K, K) and V (F, F).
     """
     uses, num_outputs = [use for use, _ in back[0]], len(outputs)
     slopes = [[use.outputs(gradient) for use, gradient in of_column] for of_column in back]
     num_positions = slopes[0][0].shape[2]
-    # V is multiplied where it is less work: with each G, or with the inputs at each position.
+    # Multiply V where it is cheaper: with each G, or with the inputs at each position.
     turns_sums = len(back) * num_outputs < num_positions
     total = torch.zeros(num_outputs, len(features), dtype=torch.float64, device=outputs.device)
     size = max(1, _ELEMENTS.get(outputs.device.type, 2**20) // (len(features) * max(num_positions, num_outputs)))
@@ -113,5 +114,5 @@ def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, featur
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
-    """Their sum: of a weight that is used once, itself."""
+    """Return the sum; a single tensor is returned as it is."""
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum(dim=0)

@@ -1,4 +1,4 @@
-"""All of H, (P, P): for networks of a few thousand parameters."""
+"""The full H, (P, P), for networks of a few thousand parameters."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _AT_ONCE = 16  # rows of the Hessian
 
 
 class FullHessian:
-    """`hessian.full` (P, P), of all second derivatives: it may be indefinite, where the target is far from a mode."""
+    """`hessian.full` (P, P), with all second derivatives; may be indefinite far from a mode."""
 
     is_exact: ClassVar[bool] = True
     fixed: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """`hessian.full`, (P, P) float64."""
+        """Return `hessian.full`, (P, P) float64."""
         every = torch.arange(target.layout.num_params, device=target.device)
         return {"hessian.full": hessian_between(target, theta, every)}
 
 
 def hessian_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Tensor:
-    """Second derivatives of the summed negative log likelihood by the parameters at indices (N,) alone, (N, N) float64.
+    """Return second derivatives of the summed negative log likelihood at indices (N,) of theta, (N, N) float64.
 
-    By products with unit vectors, in float64.
+    Uses products with unit vectors, in float64.
     """
     theta = theta.to(target.device).double()
     with target.layout.briefly(theta.dtype):
@@ -70,7 +70,7 @@ class Full:
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """`hessian.full`, (P, P) float64."""
+        """Return `hessian.full`, (P, P) float64."""
         size = target.layout.num_params
         total = torch.zeros(size, size, dtype=torch.float64, device=target.device)
         for rows in weighted_rows(target, theta):
@@ -79,10 +79,10 @@ class Full:
 
     @staticmethod
     def examples_at_once(target: NetworkTarget) -> int:
-        """As rows have room."""
+        """Return the number of examples whose rows fit at once."""
         return examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
-        """P^2."""
+        """Return P^2."""
         return layout.num_params**2

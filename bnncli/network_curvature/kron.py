@@ -1,10 +1,10 @@
-"""Kronecker factors of the Gauss-Newton matrix, a layer each: of every weight that multiplies as a matrix, with its bias.
+"""Kronecker factors of the Gauss-Newton matrix, one pair for every weight that acts as a matrix, with its bias.
 
-With inputs x_nt and gradients g_nt at the outputs of positions t = 1..T of example n, for each column of the Hessian's root,
-a layer's block sum_n (sum_t g_nt kron x_nt)(sum_t g_nt kron x_nt)^T is approximated by (sum_nt g g^T) kron (mean_nt x x^T):
-Martens and Grosse (2015), arXiv:1503.05671; over positions Grosse and Martens (2016), arXiv:1602.01407, the setting "expand" of
-Eschenhagen et al. (2023), arXiv:2311.00636. It is exact where x or g are the same for all n and there is one position. The
-diagonal of all other parameters stands beside it.
+With inputs x_nt and gradients g_nt at the outputs of positions t = 1..T of example n, for each column of the Hessian's
+root, a layer's block sum_n (sum_t g_nt kron x_nt)(sum_t g_nt kron x_nt)^T is approximated by (sum_nt g g^T) kron
+(mean_nt x x^T): Martens and Grosse (2015), arXiv:1503.05671; over positions Grosse and Martens (2016),
+arXiv:1602.01407, the setting "expand" of Eschenhagen et al. (2023), arXiv:2311.00636. It is exact if x or g are the
+same for all n and there is one position. All other parameters have a diagonal.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ class Kron:
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """The eigenvectors of each layer's factors, the products of their eigenvalues, and the diagonal of the rest."""
+        """Return each layer's eigenvectors, the products of the eigenvalues, and the diagonal of the rest."""
         found = LayerFactors.of(target, theta)
         bases = found.bases()
         return in_parts("kron", found, bases, {name: basis.values for name, basis in bases.items()})
 
     @staticmethod
     def metrics(hessian: dict[str, Tensor]) -> dict[str, Any]:
-        """How the factors were made."""
+        """Return how the factors were computed."""
         return told_of("kron", hessian)
 
     @staticmethod
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """The factors of its examples."""
+        """Compute the factors of one block."""
         return LayerFactors.of(target, theta, are=called)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
-        """F^2 + K^2 for each layer, and P."""
+        """Return F^2 + K^2 summed over layers, plus P."""
         return sum(one.num_columns**2 + one.num_outputs**2 for one in matrices_of(layout)) + layout.num_params
 
 
 @dataclass(frozen=True)
 class Basis:
-    """The eigenvectors of the factors of one layer.
+    """Eigenvectors of the factors of one layer.
 
     Args:
         outputs: U (K, K).
@@ -78,14 +78,14 @@ class Basis:
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """The factors of each layer, float64.
+    """Factors of each layer, float64.
 
     Args:
         matrices: the layers.
-        features: by the weight's name, the mean of x x^T, (F, F).
-        outputs: the sum of g g^T, (K, K).
-        rest: the diagonal of all other parameters.
-        num_drawn: random columns an example that they, or the rest, were made by; 0 for all columns.
+        features: by weight name, the mean of x x^T, (F, F).
+        outputs: by weight name, the sum of g g^T, (K, K).
+        rest: diagonal of all other parameters.
+        num_drawn: random columns per example used for the factors or the rest; 0 for all columns.
     """
 
     matrices: list[Matrix]
@@ -96,14 +96,14 @@ class LayerFactors:
 
     @classmethod
     def of(cls, target: NetworkTarget, theta: Tensor, *, are: Finder = tried) -> LayerFactors:
-        """At theta (P,), of the pieces that are what they seem."""
+        """Compute the factors at theta (P,), using the pieces that `are` accepts."""
         layout = target.layout
         theta = theta.to(target.device, target.dtype)
         pieces = are(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
         matrices = [piece for piece in pieces if isinstance(piece, Matrix)]
         sums = _Sums.empty(matrices, layout.num_params, target.device)
         sums.add_all(target, theta, pieces)
-        give_back_freed()  # of blocks that were smaller, such as the last: what follows has larger ones
+        give_back_freed()  # of smaller blocks, such as the last; what follows needs larger ones
         known = {part.name for piece in pieces for part in piece.parts}
         others = [part for part in layout.parts if part.name not in known]
         drawn_rest = (num_drawn_rest(target) if pieces else num_drawn(target)) if others else 0
@@ -122,7 +122,7 @@ class LayerFactors:
         )
 
     def bases(self) -> dict[str, Basis]:
-        """By the weight's name. Raises NumericError where a factor is not finite."""
+        """Return the eigenbases by weight name. Raises NumericError if a factor is not finite."""
         found = {}
         for name, factor in self.features.items():
             what = f"the Kronecker factors of {name}"
@@ -136,7 +136,7 @@ class LayerFactors:
 def in_parts(
     structure: str, factors: LayerFactors, bases: dict[str, Basis], values: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A Hessian's parts, `hessian.<structure>.`, of the bases and the curvature (K, F) along them."""
+    """Return the parts `hessian.<structure>.` of a Hessian from the bases and the curvatures (K, F) along them."""
     parts: dict[str, Tensor] = {}
     for name, basis in bases.items():
         own = {"values": values[name], "outputs": basis.outputs, "features": basis.features}
@@ -147,7 +147,7 @@ def in_parts(
 
 
 def told_of(structure: str, hessian: dict[str, Tensor]) -> dict[str, Any]:
-    """Random columns of the likelihood's Hessian root an example, 0 for all of it; and how many parameters have a diagonal."""
+    """Return the number of random columns per example (0 for all) and the number of parameters with a diagonal."""
     rest = hessian.get(f"hessian.{structure}.rest")
     drawn = int(hessian[f"hessian.{structure}.drawn"])
     return {"columns_drawn": drawn, "num_diagonal_params": 0 if rest is None else len(rest)}
@@ -155,13 +155,13 @@ def told_of(structure: str, hessian: dict[str, Tensor]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Over examples, and positions, float64.
+    """Sums over examples and positions, float64.
 
     Args:
-        features: by the weight's name, of x x^T (F, F).
-        outputs: of g g^T (K, K).
-        positions: the number of x.
-        diagonal: (P,), of squared gradients of scales.
+        features: by weight name, the sum of x x^T (F, F).
+        outputs: by weight name, the sum of g g^T (K, K).
+        positions: by weight name, the number of x.
+        diagonal: (P,), sums of squared gradients of scales.
     """
 
     features: dict[str, Tensor]
@@ -171,7 +171,7 @@ class _Sums:
 
     @classmethod
     def empty(cls, matrices: Sequence[Matrix], num_params: int, device: torch.device) -> _Sums:
-        """Zeros."""
+        """Return zeros."""
 
         def zeros(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.float64, device=device)
@@ -184,7 +184,7 @@ class _Sums:
         )
 
     def add_all(self, target: NetworkTarget, theta: Tensor, pieces: Sequence[Piece]) -> None:
-        """All examples of the target, at theta (P,)."""
+        """Add all examples of the target, at theta (P,)."""
         columns = columns_for(target, seed=0)
         places = {piece.parts[0].name: place_of(piece) for piece in pieces}
         for rows in target.row_blocks(1, theta.dtype) if pieces else ():
@@ -206,5 +206,5 @@ class _Sums:
 
 
 def columns_for(target: NetworkTarget, *, seed: int) -> Columns:
-    """All columns of the Hessian's root where these are few, else random ones."""
+    """Return all columns of the Hessian's root if they are few, else random ones."""
     return Columns(target, num_drawn=num_drawn(target), seed=seed)

@@ -1,9 +1,8 @@
-"""The largest eigenvalues of H with their eigenvectors, by Lanczos' method: nothing of P x P is made.
+"""The largest eigenvalues of H with their eigenvectors, by the Lanczos method, without a P x P matrix.
 
-Each step takes one product with H, a pass over the data. The basis is kept and made orthogonal again at each (Golub and Van Loan
-(2013), Matrix Computations, 10.3), so that no eigenvalue is found twice; where the basis has become invariant the steps go on
-from a new direction. What of H's trace was captured is told beside: the rest of it is estimated by Hutchinson's probes in
-the complement of the eigenvectors (Meyer et al. (2021), arXiv:2010.09649).
+Each step takes one product with H, a pass over the data. Every step orthogonalises against the whole basis (Golub and
+Van Loan (2013), Matrix Computations, 10.3), so that no eigenvalue is found twice. If the basis becomes invariant, the
+steps continue in its orthogonal complement (Meyer et al. (2021), arXiv:2010.09649).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
     from bnncli.targets.network import NetworkTarget
 
 _NUM_PROBES = 8
-_SEED = 0  # of the first direction and of the probes: the eigenvectors hardly depend on it
-_EXTRA = 20  # steps beyond three for each eigenvector before the best that is there is taken
+_SEED = 0  # of the first direction and of the probes; the eigenvectors hardly depend on it
+_EXTRA = 20  # steps beyond three per eigenvector before stopping without convergence
 _TOLERANCE = 1e-3  # of an eigenvector's residual, relative to its eigenvalue
-_INVARIANT = 1e-7  # of a step, relative to the largest eigenvalue: nothing but rounding
+_INVARIANT = 1e-7  # length of a step, relative to the largest eigenvalue, that is only rounding
 
 
 class LowRank:
-    """`hessian.low-rank.vectors` (r, P), `.values` (r,), and `.trace` (2,): of all of H as estimated, and its standard error."""
+    """`hessian.low-rank.vectors` (r, P), `.values` (r,), and `.trace` (2,): the estimate and its standard error."""
 
     order: ClassVar[int] = 50
     about: ClassVar[str] = "the \0rank\0 largest eigenvalues"
@@ -40,7 +39,7 @@ class LowRank:
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """Eigenvectors in rows, orthonormal, float64, of the largest `rank` eigenvalues."""
+        """Return the largest `rank` eigenvalues and their eigenvectors, orthonormal rows, float64."""
         multiply = target.ggn_operator(theta)
         size = target.layout.num_params
         generator = torch.Generator().manual_seed(_SEED)
@@ -58,7 +57,7 @@ class LowRank:
 
     @staticmethod
     def metrics(hessian: dict[str, Tensor]) -> dict[str, Any]:
-        """The rank, and the share of the trace of H that it has, with the standard error of that."""
+        """Return the rank, its share of the trace of H, and the share's standard error."""
         values = hessian["hessian.low-rank.values"]
         trace, error = hessian["hessian.low-rank.trace"].tolist()
         captured = float(values.sum())
@@ -71,13 +70,13 @@ class LowRank:
 
     @staticmethod
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """The products of the trace, more than are made at once before."""
+        """Compute the products for the trace, the most that are made at once."""
         basis = torch.zeros(1, len(theta), dtype=torch.float64, device=target.device)
         return _trace_outside(target.ggn_operator(theta), basis, torch.Generator().manual_seed(0))
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
-        """Of the default rank: P for each."""
+        """Return P times the default rank."""
         from bnncli.targets.curvature_choice import DEFAULT_RANK
 
         return min(DEFAULT_RANK, layout.num_params) * layout.num_params
@@ -86,10 +85,10 @@ class LowRank:
 def largest_eigenpairs(
     multiply: Callable[[Tensor], Tensor], size: int, count: int, generator: torch.Generator, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalues (r,), descending and not negative, and their eigenvectors (r, P) in rows, float64.
+    """Return the largest eigenvalues (r,), descending and not negative, and their eigenvectors (r, P) in rows, float64.
 
     Args:
-        multiply: by a positive semidefinite matrix (P, P), of vectors (P,).
+        multiply: multiplies a vector (P,) by a positive semidefinite matrix (P, P).
         size: P.
         count: r.
         generator: of the first direction, on the CPU.
@@ -126,21 +125,21 @@ def largest_eigenpairs(
 
 
 def _has_converged(projected: Tensor, length: float, count: int) -> bool:
-    """Whether the residuals of the largest are small: the next step's length times the last coordinate of each."""
+    """Return whether the residuals are small: the next step's length times each eigenvector's last coordinate."""
     values, rotations = torch.linalg.eigh(projected)
     residuals = length * rotations[-1].abs()
     return bool((residuals <= _TOLERANCE * values.abs())[-count:].all())
 
 
 def _orthogonal(vector: Tensor, basis: Tensor) -> Tensor:
-    """What of a vector (P,) lies outside orthonormal rows (m, P); twice, as once leaves its rounding."""
+    """Return the part of a vector (P,) orthogonal to orthonormal rows (m, P); projects twice to remove rounding errors."""
     for _ in range(2):
         vector = vector - (basis @ vector) @ basis
     return vector
 
 
 def _direction(basis: Tensor, generator: torch.Generator) -> Tensor:
-    """A random direction (P,) of length 1 outside orthonormal rows (m, P)."""
+    """Return a random unit vector (P,) orthogonal to orthonormal rows (m, P)."""
     vector = torch.randn(basis.shape[1], dtype=torch.float64, generator=generator).to(basis.device)
     vector = _orthogonal(vector, basis)
     return vector / vector.norm()
@@ -149,7 +148,7 @@ def _direction(basis: Tensor, generator: torch.Generator) -> Tensor:
 def _trace_outside(
     multiply: Callable[[Tensor], Tensor], vectors: Tensor, generator: torch.Generator
 ) -> tuple[float, float]:
-    """The trace of H outside orthonormal rows (r, P), estimated, and its standard error; exact where little is outside."""
+    """Estimate the trace of H outside orthonormal rows (r, P), with its standard error; exact if little is outside."""
     size = vectors.shape[1]
     if len(vectors) == size:
         return 0.0, 0.0

@@ -1,8 +1,9 @@
-"""All of H between the parameters of the largest marginal variances; all others are fixed at the centre.
+"""The full H of the parameters with the largest marginal variances; all others are fixed at the centre.
 
-Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato (2021), arXiv:2010.14689, section 4: the variances are those of the
-diagonal Gaussian, 1 / (H_ii + lambda_i), under the prior at which H is made. Under one precision for all parameters they have one
-order, whatever it is. The order is by the Gauss-Newton matrix also where H is the exact Hessian, whose diagonal may be negative.
+Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato (2021), arXiv:2010.14689, section 4. The variances are
+those of the diagonal Gaussian, 1 / (H_ii + lambda_i), under the prior used for H. With one precision for all
+parameters, their order does not depend on it. The order uses the Gauss-Newton matrix even if H is the exact Hessian,
+whose diagonal may be negative.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class SubnetworkHessian:
-    """The same of all second derivatives."""
+    """`hessian.subnetwork` with all second derivatives."""
 
-    is_exact: ClassVar[bool] = True  # of the parameters that are there, all others being fixed
+    is_exact: ClassVar[bool] = True  # for the chosen parameters, with all others fixed
     fixed: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """As `Subnetwork` has them."""
+        """Return the parameters and the matrix between them, float64."""
         indices = widest_parameters(target, theta)
         return _parts(indices, hessian_between(target, theta, indices))
 
@@ -49,13 +50,13 @@ class Subnetwork:
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """The parameters and the matrix between them, float64."""
+        """Return the parameters and the matrix between them, float64."""
         indices = widest_parameters(target, theta)
         return _parts(indices, _ggn_between(target, theta, indices))
 
     @staticmethod
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """The matrix between any parameters."""
+        """Compute the matrix for arbitrary parameters."""
         indices = torch.arange(min(target.choice.size, len(theta)), device=target.device)
         if target.choice.kind == HESSIAN:
             return hessian_between(target, theta, indices)
@@ -63,19 +64,19 @@ class Subnetwork:
 
     @staticmethod
     def examples_at_once(target: NetworkTarget) -> int:
-        """As rows have room; of second derivatives the target's own."""
+        """Return the number of examples whose rows fit at once; for second derivatives, the target's own."""
         return target.rows_at_once(1, torch.float32) if target.choice.kind == HESSIAN else examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
-        """Of the default size: N^2."""
+        """Return N^2 for the default size."""
         from bnncli.targets.curvature_choice import DEFAULT_SIZE
 
         return min(DEFAULT_SIZE, layout.num_params) ** 2
 
 
 def _ggn_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Tensor:
-    """The same of the rows of all examples, (N, N) float64."""
+    """Return the Gauss-Newton matrix between the parameters, (N, N) float64, from the rows of all examples."""
     total = torch.zeros(len(indices), len(indices), dtype=torch.float64, device=target.device)
     for rows in weighted_rows(target, theta):
         chosen = rows[:, indices]
@@ -84,10 +85,10 @@ def _ggn_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Tenso
 
 
 def widest_parameters(target: NetworkTarget, theta: Tensor) -> Tensor:
-    """Places (N,), ascending, of the parameters of the largest variances 1 / (H_ii + lambda_i); of equal ones the first.
+    """Return the places (N,), ascending, of the largest variances 1 / (H_ii + lambda_i); ties go to the first.
 
     Raises:
-        NumericError: H's diagonal is not finite, so that no order is that of the variances.
+        NumericError: the diagonal of H is not finite.
     """
     curvature = Diag.hessian(target, theta)["hessian.diag"]
     if not torch.isfinite(curvature).all():

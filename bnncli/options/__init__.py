@@ -1,1 +1,1 @@
-"""Options: how one is declared, and those that commands share."""
+"""Declaration of options, and the options that commands share."""

@@ -1,4 +1,4 @@
-"""A command: its declaration, the options that commands share, and command lines taken apart and rendered again."""
+"""Declare a command and its shared options; parse and render command lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CommonOptions(Checked):
 
 @dataclass(frozen=True)
 class RunOptions(Checked):
-    """Options of every command that has a run."""
+    """Options of commands that use a run folder."""
 
     run_dir: str | None = option(
         None,
@@ -62,7 +62,7 @@ class WriteOptions(Checked):
 
 @dataclass(frozen=True)
 class LockOptions(Checked):
-    """Options of commands that lock what they write."""
+    """Options of commands that lock their outputs."""
 
     wait: float = option(
         0.0,
@@ -85,7 +85,7 @@ class InputOptions(Checked):
 
 
 def accept_poor_network_option(*, is_recorded: bool = True) -> Any:
-    """Declare the option of commands that stop on a misread network, of a group that artifacts record or of another."""
+    """Declare --accept-poor-network, recorded in artifacts if `is_recorded`."""
     return option(
         False,
         "Continue even if the network probably misreads its inputs or labels.",
@@ -115,14 +115,14 @@ class ComputeOptions(Checked):
 
 @dataclass(frozen=True)
 class RecordOptions(Checked):
-    """Options of commands whose artifacts say where they come from."""
+    """Options of commands that record provenance."""
 
     record_host: bool = option(False, "Record this machine's name in the artifact.", env_common=True)
 
 
 @dataclass(frozen=True)
 class NameOptions(Checked):
-    """Options that say where one artifact goes."""
+    """Options that name the output artifact."""
 
     name: str | None = option(None, "Name of the artifact. Default: the method's name.", metavar="NAME", group="Output")
     out: str | None = option(
@@ -141,12 +141,19 @@ class NameOptions(Checked):
 
 COMPUTE = (ComputeOptions, RecordOptions, WriteOptions, LockOptions, RunOptions, CommonOptions)
 READ = (RunOptions, CommonOptions)
-SECTIONS = ("Start", "Fit", "Use", "Judge", "Files", "Research", "More")  # of the list of commands, in this order
+# sections of the list of commands, in display order
+SECTIONS = ("Start", "Fit", "Use", "Judge", "Files", "Research", "More")
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A positional argument; `is_many` takes one or more, `is_optional` none or one, `writes` a file that is written."""
+    """A positional argument.
+
+    Args:
+        is_many: takes one or more values.
+        is_optional: may be omitted.
+        writes: names a file that the command writes.
+    """
 
     name: str
     help: str
@@ -160,13 +167,13 @@ CKPT = Argument("ckpt", "The checkpoint. Its artifacts are in the run folder CKP
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand, whose stage's `run` does the work.
+    """A subcommand.
 
     Args:
-        groups: classes of options; the one that is not shared by commands goes to the stage.
-        section: of the list of commands: one of SECTIONS.
-        place: within the section, ascending; those of one place stand in the order of their names.
-        name: of the stage's file, given by whoever reads the declaration.
+        groups: option classes; the command's own class, the one that is not shared, is passed to `run`.
+        section: one of SECTIONS.
+        place: sort key within the section, ascending; ties are sorted by name.
+        name: set from the file name by the code that reads the declaration.
     """
 
     summary: str
@@ -181,12 +188,12 @@ class Command:
 
     @property
     def stage(self) -> str:
-        """Module name in bnncli.commands."""
+        """Name of the module in bnncli.commands."""
         return self.name.replace("-", "_")
 
 
 def own_options(**specs: Any) -> type[Checked]:
-    """A class of options of a command that has few, each made by `option` with a default of its type."""
+    """Build an option class from keyword arguments made by `option`; types follow the defaults."""
     found = []
     for name, spec in specs.items():
         is_list = spec.default is MISSING
@@ -195,21 +202,21 @@ def own_options(**specs: Any) -> type[Checked]:
 
 
 Groups = Sequence[type[Checked]]
-Part = tuple[str | None, str]  # an option's name and its value as it is typed; None and the argument
-MAX_LENGTH = 10_000  # of all words: a list of data sets may be long
-# How a command talks, where its run lies, and what it may replace, is for whoever pastes it to say.
+Part = tuple[str | None, str]  # option name (None for a positional argument) and value as typed
+MAX_LENGTH = 10_000  # of all words together; a list of data sets may be long
+# Options left to the user who pastes the command: output streams, the run folder, overwriting.
 _NOT_SHOWN = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
 _NO_VALUE = "True"
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """One of our commands with what it was given.
+    """A parsed command line of bnncli.
 
     Attributes:
-        command: its name, such as refine; of two words, with a dash.
-        groups: its options.
-        parts: arguments and options, in the order they came.
+        command: name, such as refine; a two-word name is joined with a dash.
+        groups: the command's option classes.
+        parts: arguments and options, in the order given.
     """
 
     command: str
@@ -218,16 +225,16 @@ class CommandLine:
 
     @classmethod
     def parse(cls, command: str, words: Sequence[str], groups: Groups) -> CommandLine:
-        """What the words after a command's name say, read as the command line reads them; values are not looked at.
+        """Parse the words after the command name, without checking values.
 
         Raises:
-            LookupError: an option that it has not, without its value, or with one that it takes none of.
+            LookupError: an unknown option, a missing value, or a value for a switch.
         """
         return cls(command, tuple(groups), tuple(_parse(words, tuple(groups))))
 
     @classmethod
     def of(cls, command: str, argument: str, *options: Checked) -> CommandLine:
-        """A command whose options are these; those with another value than their default are given."""
+        """Return the command line that sets the options that differ from their defaults."""
         line = cls(command, tuple(type(group) for group in options), ((None, argument),))
         for group in options:
             for name, value in group.given().items():
@@ -235,33 +242,33 @@ class CommandLine:
         return line
 
     def gives(self, name: str) -> bool:
-        """Whether an option is given."""
+        """Return whether an option is given."""
         return any(name == given for given, _ in self.parts)
 
     def having(self, name: str, value: object) -> CommandLine:
-        """The same, with an option that has this value, whatever it was given before: True gives a switch, False none."""
+        """Return a copy with an option set to `value`: True sets a switch, False or None removes the option."""
         others = tuple(part for part in self.parts if part[0] != name)
         values = value if isinstance(value, list) else [] if value is False or value is None else [value]
         return replace(self, parts=(*others, *((name, str(one)) for one in values)))
 
     def pasted(self) -> str:
-        """The command that says it, quoted for a shell."""
+        """Return the command line, quoted for a shell."""
         return shlex.join(self.words())
 
     def words(self) -> list[str]:
-        """The words that say it, to be quoted for a shell, from `bnncli` on."""
+        """Return the words of the command line, unquoted, starting with `bnncli`."""
         said = ["bnncli", self.command]
         for name, value in self.parts:
             if name is None:
                 said.append(f"./{value}" if value.startswith("-") and value != "-" else value)
             elif _is_alone(name, self.groups):
                 said.append(flag_of(name))
-            else:  # joined where the value looks like an option itself
+            else:  # a value that looks like an option is joined with =
                 said += [f"{flag_of(name)}={value}"] if value.startswith("-") else [flag_of(name), value]
         return said
 
     def values(self) -> dict[str, object]:
-        """The options that are given, each in its own type; -v, which is counted, is left out. Raises ValueError."""
+        """Return the given options, each converted to its type, except the counted -v. Raises ValueError."""
         options = _options(self.groups)
         found: dict[str, object] = {}
         for name, text in self.parts:
@@ -276,7 +283,7 @@ class CommandLine:
 
 
 def pasted(command: str, /, *arguments: str, **options: object) -> str:
-    """One of our own commands, with its options by field, to be pasted: pasted("predict", "c.pt", integrator="mc", qmc=True)."""
+    """Return a shell command line: pasted("predict", "c.pt", integrator="mc", qmc=True)."""
     groups = declaration("commands", command, "COMMAND").groups
     line = CommandLine(command, groups, tuple((None, argument) for argument in arguments))
     for name, value in options.items():
@@ -285,14 +292,13 @@ def pasted(command: str, /, *arguments: str, **options: object) -> str:
 
 
 def own_command(words: Sequence[object], argument: str) -> CommandLine | None:
-    """A recorded command `bnncli COMMAND ...`, to be pasted; None where it is none of ours.
+    """Return a recorded command `bnncli COMMAND ...`, or None unless it is a valid command of ours.
 
-    A file may be forged, and hints are pasted: what is shown is one of our own commands, with options that it has and values
-    that they accept; of anything else nothing is shown.
+    The record may be forged, and users paste hints. The result therefore contains only known options with valid values.
 
     Args:
-        words: as they are recorded; anything.
-        argument: stands where the record has the command's own argument, CKPT; others behind it are kept.
+        words: recorded words, of any type.
+        argument: replaces the recorded first argument, CKPT; further arguments are kept.
     """
     texts = [word for word in words if isinstance(word, str) and word.isprintable()]
     if len(texts) != len(words) or len(texts) < 3 or sum(map(len, texts)) > MAX_LENGTH:
@@ -311,19 +317,19 @@ def own_command(words: Sequence[object], argument: str) -> CommandLine | None:
 
 
 def _groups_of_maker(command: str) -> Groups | None:
-    """Return the options of a command that makes artifacts; None for any other word."""
+    """Return the options of a command that makes artifacts, or None."""
     found = declaration("commands", command, "COMMAND") if registry.has_name("commands", command) else None
     return found.groups if found is not None and RecordOptions in found.groups else None
 
 
 def _takes_many(command: str) -> bool:
-    """Whether a command takes further arguments behind its own."""
+    """Return whether a command takes further arguments after the first."""
     arguments = declaration("commands", command, "COMMAND").arguments
     return len(arguments) > 1 and bool(arguments[-1].is_many)
 
 
 def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[Part]:
-    """Names of options with their values as they were typed, and None with the argument. Raises LookupError."""
+    """Yield option names with their values as typed, and None with arguments. Raises LookupError."""
     names = {name: spec.name for spec, _ in _options(groups).values() for name in _names(spec)}
     rest = list(words)
     while rest:
@@ -349,7 +355,7 @@ def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[
 
 
 def _check(line: CommandLine, *, is_of_many: bool) -> None:
-    """Raise unless there is one argument, or more where there may be, and the options accept their values, alone and together."""
+    """Raise unless the number of arguments is right and the options are valid, alone and together."""
     count = sum(name is None for name, _ in line.parts)
     if count < 1 or (count > 1 and not is_of_many):
         raise LookupError("one argument")
@@ -360,7 +366,7 @@ def _check(line: CommandLine, *, is_of_many: bool) -> None:
 
 @functools.cache
 def _options(groups: tuple[type[Checked], ...]) -> dict[str, tuple[Field[typing.Any], typing.Any]]:
-    """Every option of a command by name: its field and its type."""
+    """Map each option of a command to its field and type."""
     found: dict[str, tuple[Field[typing.Any], typing.Any]] = {}
     for group in groups:
         found |= declared(group)
@@ -372,12 +378,12 @@ def _names(spec: Field[typing.Any]) -> list[str]:
 
 
 def _is_alone(name: str, groups: tuple[type[Checked], ...]) -> bool:
-    """Whether no value follows an option; -v is counted."""
+    """Return whether an option takes no value; -v is counted."""
     return name == "verbose" or _kind(_options(groups)[name][1]) is bool
 
 
 def _kind(hint: typing.Any) -> typing.Any:
-    """int for `int | None`, list for `list[str]`, the type itself otherwise."""
+    """Return int for `int | None`, list for `list[str]`, the type itself otherwise."""
     if typing.get_origin(hint) is list:
         return list
     arguments = [item for item in typing.get_args(hint) if item is not type(None)]

@@ -1,6 +1,7 @@
-"""Declare options as dataclass fields with default, help, choices and bounds, and read what parts of a family declare.
+"""Declare options as dataclass fields (default, help, choices, bounds), and read the declarations of parts.
 
-What a file declares (`SETTINGS = {...}`, `COMMAND = Command(...)`) is read without importing the file, which may take seconds.
+A declaration in a file (`SETTINGS = {...}`, `COMMAND = Command(...)`) is read without importing the file, which may
+take seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.names import not_one_of
 
-# A statement at the left margin, with its decorators, up to the next one; the names that it imports or defines.
+# An unindented statement with its decorators; the names that it imports or defines.
 _BLOCK = re.compile(r"^(?:@.*\n(?:[ \t)\]}].*\n)*)*[A-Za-z_].*\n(?:(?:[ \t)\]}#].*)?\n)*", re.MULTILINE)
 _IMPORT = re.compile(r"from ([\w.]+) import (\([^)]*\)|[^\n(]*)")
 _DEFINED = re.compile(r"(?:@.*\n(?:[ \t)\]}].*\n)*)*(?:(?:class|def) (\w+)|((?:\w+, )*\w+)(?:: [^=\n]+)? = )")
@@ -28,20 +29,22 @@ _DEFINED = re.compile(r"(?:@.*\n(?:[ \t)\]}].*\n)*)*(?:(?:class|def) (\w+)|((?:\
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a part, which is an option of the commands that take the part.
+    """A setting of a part: an option of the commands that use the part.
 
     Args:
-        text: one line of help, without the full stop; parts that share a setting have the same. `{default}` is the default.
-        type: of the value; a bool is a flag, and false by default.
-        default: the part's own; None where it depends.
-        own: what the part makes of it, where parts that share the setting differ; `{default}` as in text.
-        only_with: another setting of the part and its value, with which alone the part takes this one; none otherwise.
-        at_most: what of theta's layout bounds it from above, as num_params; the default too.
-        choices: the values that the part takes, where they are few.
-        is_closed: whether the command line takes no others: then parts that share the setting have the same.
-        minimum, maximum: bounds of a number, inclusive.
-        place: among the options of the parts, ascending.
-        parts: names of those that have it, once they are known.
+        text: one line of help without the full stop, the same in all parts that share the setting. `{default}` is
+            replaced by the default.
+        type: type of the value; a bool is a flag that defaults to False.
+        default: the part's default; None if it depends on other values.
+        own: help specific to this part; `{default}` as in text.
+        only_with: (setting, value) of the same part that this setting requires.
+        at_most: attribute of theta's layout that bounds the value and the default, such as num_params.
+        choices: values that the part accepts.
+        is_closed: whether the command line accepts only `choices`; then all parts that share the setting have the same
+            choices.
+        minimum, maximum: inclusive bounds.
+        place: sort key among the options of the parts, ascending.
+        parts: names of the parts that have the setting, filled in later.
     """
 
     text: str
@@ -58,24 +61,24 @@ class Setting:
     parts: str = ""
 
     def of(self, **own: Any) -> Setting:
-        """The same, with what one part has for itself."""
+        """Return a copy with fields specific to one part."""
         return replace(self, **own)
 
     @property
     def condition(self) -> list[str]:
-        """On what the part takes it, in words: with scale low-rank."""
+        """Words for the condition of the setting, such as with scale low-rank."""
         return [] if self.only_with is None else ["with", *map(str, self.only_with)]
 
 
 class Draws(NamedTuple):
-    """How many draws a sampling integrator takes by default, and `quasi` of scrambled Sobol points."""
+    """Default number of draws of a sampling integrator; `quasi` applies to scrambled Sobol points."""
 
     default: int
     quasi: int | None = None
 
 
 class Form(NamedTuple):
-    """How a kind of data or of model is named, as `npz:FILE[:x,y]`, its place among the kinds, and a sentence about it."""
+    """Syntax of a kind of data or model, such as `npz:FILE[:x,y]`, with its sort key and a one-sentence description."""
 
     text: str
     place: int = 1000
@@ -83,24 +86,24 @@ class Form(NamedTuple):
 
 
 def forms(family: str = "data") -> list[str]:
-    """How each kind of data, or of models, is named."""
+    """Return the syntax of each kind of data or model."""
     return [form.text for form in sorted(declarations(family, "FORM").values(), key=lambda form: form.place)]
 
 
 @cache
 def declaration(family: str, part: str, name: str) -> Any:
-    """Return what the part's file declares as `name`; None where it does not.
+    """Return what the part's file declares as `name`, or None.
 
-    Only the statements that `name` is made of are executed, so that a command's help imports nothing of its work.
+    Executes only the statements that `name` needs, so that help imports none of a command's dependencies.
 
     Raises:
-        UsageError: it cannot be read; one line that names the file or the distribution.
+        UsageError: the declaration cannot be read; names the file or the distribution.
     """
     path = registry.source_of(family, part)
     blocks = _top_level_blocks(path.read_text(encoding="utf-8"))
     if name not in blocks:
         return None
-    module = ModuleType(f"{__name__}:{family}/{part}")  # dataclasses and type hints look their module up by its name
+    module = ModuleType(f"{__name__}:{family}/{part}")  # dataclasses and type hints look up their module by name
     sys.modules[module.__name__] = module
     try:
         exec(compile("\n".join(_needed(name, blocks)), str(path), "exec"), module.__dict__)
@@ -110,7 +113,7 @@ def declaration(family: str, part: str, name: str) -> Any:
 
 
 def _top_level_blocks(text: str) -> dict[str, str]:
-    """Map each name that a file defines or imports at its left margin to the text of the statement."""
+    """Map each name defined or imported at the top level of a file to its statement."""
     found: dict[str, str] = {}
     for block in _BLOCK.findall(text + "\n"):
         imported = _IMPORT.fullmatch(block.rstrip())
@@ -126,7 +129,7 @@ def _top_level_blocks(text: str) -> dict[str, str]:
 
 
 def _needed(name: str, blocks: Mapping[str, str]) -> list[str]:
-    """Return the statements that the one of `name` needs, in the order of the file, itself last."""
+    """Return the statements that `name` needs, in file order, its own last."""
     needed, waiting = {name}, [name]
     while waiting:
         tree = ast.parse(blocks[waiting.pop()])
@@ -138,19 +141,19 @@ def _needed(name: str, blocks: Mapping[str, str]) -> list[str]:
 
 
 def declarations(family: str, name: str) -> dict[str, Any]:
-    """What each part of a family that has it declares as `name`, by the part."""
+    """Map each part of a family to what it declares as `name`; parts without the declaration are left out."""
     found = {part: declaration(family, part, name) for part in registry.names(family)}
     return {part: value for part, value in found.items() if value is not None}
 
 
 def class_attribute(family: str, part: str, name: str) -> Any:
-    """What the part's class gives an attribute; None where it has none.
+    """Return an attribute of a part's class, or None.
 
-    Read from the part's file where that says it in terms of what it declares and imports from bnncli.options and its family;
-    else the part is imported.
+    Read from the part's source if the value depends only on the part's declarations and on imports from bnncli.options
+    or the family. Otherwise the part is imported.
 
     Raises:
-        UsageError: there is no such part, or it cannot be imported.
+        UsageError: the part does not exist or cannot be imported.
     """
     registry.check_name(family, part, option=family)
     value = registry.declaration_of(family, part, name)
@@ -166,10 +169,10 @@ def class_attribute(family: str, part: str, name: str) -> Any:
 
 @cache
 def settings_of(family: str) -> Mapping[str, Setting]:
-    """Every setting of the parts of a family, with the help of all of them as its text.
+    """Return the settings of all parts of a family, with the help texts merged.
 
     Raises:
-        UsageError: two parts declare one setting differently.
+        UsageError: two parts declare the same setting differently.
     """
     by_name: dict[str, dict[str, Setting]] = {}
     for part, settings in declarations(family, "SETTINGS").items():
@@ -185,13 +188,13 @@ def settings_of(family: str) -> Mapping[str, Setting]:
 
 
 def _shared(setting: Setting) -> tuple[Any, ...]:
-    """What an option has once, whichever part takes it."""
+    """Return the fields that all parts must agree on."""
     choices = setting.choices if setting.is_closed else None
     return setting.text, setting.type, choices, setting.minimum, setting.maximum, setting.place
 
 
 def _help(settings: Mapping[str, Setting]) -> str:
-    """One help for a setting of several parts."""
+    """Merge the help texts of a setting that several parts share."""
     text = next(iter(settings.values()))
     shown = text.text.format(default=text.default)
     if any(setting.own for setting in settings.values()):
@@ -224,20 +227,20 @@ def option(
     is_rare: bool = False,
     check: Callable[[Any, str], object] | None = None,
 ) -> Any:
-    """A dataclass field with what the command line needs to know about it.
+    """Declare a dataclass field with the metadata that the command line needs.
 
     Args:
-        default: the value when nothing says otherwise; a list makes the option repeatable.
-        text: at most two sentences of help; a function where it says what there is, which is looked up when help is shown.
-        family: a registry folder whose file names are the choices.
-        choices: the values allowed, when they are fixed, or a function that looks them up; beside a family, further ones.
-        minimum, maximum: bounds of a number, inclusive.
-        writes: whether the value names a file or folder that the command writes; it is never one of the command's inputs.
-        group: title in the command's help of the options that this one is listed with.
-        is_rare: whether only --help-all describes it.
-        check: raises UsageError for a value that is none, naming the option.
-        numeric: False when the value changes no number of the artifact that records the options; groups that no artifact
-            records say nothing of it.
+        default: default value; a list makes the option repeatable.
+        text: help, at most two sentences; a function is called when help is shown.
+        family: registry folder whose file names are the choices.
+        choices: allowed values, or a function that returns them; added to those of the family.
+        minimum, maximum: inclusive bounds.
+        writes: whether the value names a file or folder that the command writes; it is never an input.
+        group: heading of the option in the command's help.
+        is_rare: whether only --help-all describes the option.
+        check: raises UsageError, naming the option, for an invalid value.
+        numeric: False if the value does not change the numbers of the artifact that records the options; irrelevant for
+            groups that no artifact records.
     """
     meta = {
         "help": text,
@@ -259,18 +262,18 @@ def option(
     return field(default=default, metadata=meta)
 
 
-Declared = dict[str, tuple["Field[Any]", Any]]  # options by name, each with its dataclass field and its resolved type
+Declared = dict[str, tuple["Field[Any]", Any]]  # option name to dataclass field and resolved type
 
 
 def collected(source: str | Callable[[], Declared], *, recorded: tuple[str, ...] = (), numeric: bool = True) -> Any:
-    """A dataclass field that stands for several options, whose values it has by name.
+    """Declare a dataclass field that collects the values of several options by name.
 
     Args:
-        source: a family, for the settings that its parts declare: it has those that were given, and parts decide about the
-            others. Or a function that looks options up: it has all of them, each with its default where nothing was given.
-        recorded: settings that artifacts record even where they are not given; the others are recorded where they are,
-            so that another part makes no artifact another one.
-        numeric: as of option, for all of them.
+        source: a family, for the settings of its parts: the field holds the values given, and the parts choose the
+            rest. Or a function that returns options: the field holds all of them, defaults included.
+        recorded: settings that artifacts always record; others are recorded only if given, so that a new part does not
+            change existing artifacts.
+        numeric: as in `option`, for all of them.
     """
     look_up = partial(_of_parts, source) if isinstance(source, str) else source
     meta = {"collected": look_up, "is_complete": callable(source), "recorded": recorded, "numeric": numeric}
@@ -281,13 +284,13 @@ Options = TypeVar("Options")
 
 
 def declared(group: type) -> Declared:
-    """Every option of a class of options by name, with its dataclass field and its resolved type."""
+    """Map each option of an option class to its dataclass field and resolved type."""
     return _declared(group)
 
 
 @cache
 def _declared(group: type) -> Declared:
-    """The same, found once: every command asks for the options of all, and resolving types is slow."""
+    """Cached, because every command asks for the options of all commands and resolving types is slow."""
     hints, found = get_type_hints(group), Declared()
     for spec in fields(group):
         found |= spec.metadata["collected"]() if _is_collected(spec) else {spec.name: (spec, hints[spec.name])}
@@ -295,7 +298,7 @@ def _declared(group: type) -> Declared:
 
 
 def made(group: type[Options], values: Mapping[str, Any]) -> Options:
-    """The options with these values by name; what is not among them has its default."""
+    """Build the options from values by name; missing values take their defaults."""
     specs: tuple[Field[Any], ...] = fields(group)  # type: ignore[arg-type]
     own = {spec.name: values[spec.name] for spec in specs if spec.name in values}
     for spec in filter(_is_collected, specs):
@@ -309,13 +312,13 @@ def _is_collected(spec: Field[Any]) -> bool:
 
 
 def declared_as(name: str, hint: Any, spec: Any) -> tuple[Field[Any], Any]:
-    """An option of this name and type, made by `option`."""
+    """Return an option made by `option`, with this name and type."""
     return fields(make_dataclass("_Option", [(name, hint, spec)]))[0], hint
 
 
 @cache
 def _of_parts(family: str) -> Declared:
-    """The options of a family's settings; None, or no flag, where the part decides."""
+    """Return options for a family's settings, unset by default so that the part chooses."""
     found = {}
     for name, setting in settings_of(family).items():
         is_flag = setting.type is bool
@@ -335,22 +338,22 @@ def _of_parts(family: str) -> Declared:
 
 
 def help_of(spec: Field[Any]) -> str:
-    """Return the help of an option for the command line."""
+    """Return the help text of an option."""
     text = spec.metadata["help"]
     return str(spelled(text() if callable(text) else text))
 
 
 def flag_of(name: str) -> str:
-    """The option that a field is: --prior-precision for prior_precision, --assert for assert_ (a keyword of Python)."""
+    """Return the flag of a field: --prior-precision for prior_precision, --assert for assert_ (a Python keyword)."""
     return "--" + name.rstrip("_").replace("_", "-")
 
 
 def spelled(value: Any, spell: Callable[[str], str] = flag_of) -> Any:
-    """A text of a room below the stages, with the options that it means (errors.BnnError) as they are written.
+    """Replace the option markers (errors.BnnError) in texts by the options as the user writes them.
 
     Args:
-        value: a text, or lists and dicts of anything in which texts are.
-        spell: a field as whoever reads it writes it; as an option of a command by default.
+        value: a text, or nested lists and dicts that contain texts.
+        spell: maps a field to its spelling; the command-line flag by default.
     """
     if isinstance(value, str):
         return _FIELD.sub(lambda found: spell(found[1]), value)
@@ -360,13 +363,17 @@ def spelled(value: Any, spell: Callable[[str], str] = flag_of) -> Any:
 
 
 def choices_of(meta: Any) -> list[str]:
-    """The values an option allows, from its family folder and its fixed list; empty when anything goes."""
+    """Return the values that an option allows, from its family and its own choices; empty if any value is allowed."""
     choices = meta["choices"]
     return [*(registry.names(meta["family"]) if meta["family"] else []), *(choices() if callable(choices) else choices)]
 
 
 def check_value(spec: Field[Any], value: Any, where: str) -> None:
-    """Raise UsageError, naming `where` the value came from, unless it is one of the choices and within the bounds."""
+    """Raise UsageError unless the value is an allowed choice and within bounds.
+
+    Args:
+        where: source of the value, for the message.
+    """
     meta = spec.metadata
     if value is None:
         return
@@ -383,7 +390,7 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
 
 
 def _check(spec: Field[Any], value: Any) -> None:
-    """Raise UsageError unless it is a value of the option."""
+    """Raise UsageError unless the option accepts the value."""
     where = f"\0{spec.name}\0"
     check_value(spec, value, where)
     if spec.metadata["check"] is not None:
@@ -391,7 +398,7 @@ def _check(spec: Field[Any], value: Any) -> None:
 
 
 def _is_choice(meta: Any, item: Any) -> bool:
-    """Whether an option takes a value; of a family's parts those that are installed are looked at last."""
+    """Return whether an option accepts a value; installed parts of a family are looked up last."""
     choices = meta["choices"]() if callable(meta["choices"]) else meta["choices"]
     if item in choices or not (choices or meta["family"]):
         return True
@@ -399,7 +406,7 @@ def _is_choice(meta: Any, item: Any) -> bool:
 
 
 class Checked:
-    """Checks choices and bounds of every field when built, so that an options object is always valid."""
+    """Base of option classes: checks choices and bounds of every field on construction."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):  # type: ignore[arg-type]
@@ -416,7 +423,7 @@ class Checked:
                 _check(known[name][0], value)
 
     def given(self) -> dict[str, Any]:
-        """The options that have another value than their default, by name."""
+        """Return the options that differ from their defaults, by name."""
         found: dict[str, Any] = {}
         for spec in fields(self):  # type: ignore[arg-type]
             value = getattr(self, spec.name)
@@ -428,7 +435,7 @@ class Checked:
         return found
 
     def params(self) -> dict[str, Any]:
-        """The options that change numbers, as recorded and hashed in the artifact."""
+        """Return the options that change numbers, as recorded and hashed in the artifact."""
         found: dict[str, Any] = {}
         for spec in fields(self):  # type: ignore[arg-type]
             if spec.metadata["numeric"] and _is_collected(spec):
@@ -439,14 +446,14 @@ class Checked:
 
 
 def check_artifact_name(name: str, flag: str) -> str:
-    """`name` itself, when it can be a file name and a table entry. Raises UsageError otherwise."""
+    """Return `name` if it is a valid artifact name. Raises UsageError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
         raise UsageError(f"{flag}: expected letters, digits, - and _ (at most 100); got {name!r}")
     return name
 
 
 def check_split_name(name: str, flag: str) -> str:
-    """`name` itself, when it can name a split: as an artifact's name, dots allowed. Raises UsageError otherwise."""
+    """Return `name` if it is a valid split name: an artifact name that may contain dots. Raises UsageError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise UsageError(
             f"{flag}: expected a split name of letters, digits, dots, dashes and underscores; got {name!r}"
@@ -455,7 +462,7 @@ def check_split_name(name: str, flag: str) -> str:
 
 
 def check_suffix(path: str, flag: str, allowed: tuple[str, ...]) -> str:
-    """The suffix of a file's name in lower case, without its dot. Raises UsageError unless it is allowed."""
+    """Return the suffix of a file name, in lower case without the dot. Raises UsageError unless it is allowed."""
     suffix = path.rpartition(".")[2].lower() if "." in path else ""
     if suffix not in allowed:
         raise UsageError(f"{flag}: expected a file ending in {', '.join('.' + kind for kind in allowed)}; got {path!r}")
@@ -465,11 +472,11 @@ def check_suffix(path: str, flag: str, allowed: tuple[str, ...]) -> str:
 SMALLEST, LARGEST = (
     1e-30,
     1e30,
-)  # of numbers whose squares and quotients must stay within float64, themselves in float32
+)  # range of numbers whose squares and quotients fit float64 and which themselves fit float32
 
 
 def parse_positive(text: str, flag: str, expected: str = "a positive number") -> float:
-    """The positive number that `text` says, from SMALLEST to LARGEST. Raises UsageError otherwise."""
+    """Parse a number between SMALLEST and LARGEST. Raises UsageError."""
     try:
         value = float(text)
     except ValueError:

@@ -10,7 +10,7 @@ from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, check_suffix, collected, declarations, option
 from bnncli.options.shared import chosen_layers_option, trust_code_option
 
-STDIN = "-"  # the data whose files are named there
+STDIN = "-"  # file name that means reading file names from stdin
 
 
 def _samples_help() -> str:
@@ -20,7 +20,7 @@ def _samples_help() -> str:
 
 @dataclass(frozen=True)
 class PredictOptions(Checked):
-    """Options of predict, `settings` being those that integrators declare."""
+    """Options of predict; `settings` holds the options that integrators declare."""
 
     posterior: list[str] = option(
         [],
@@ -141,7 +141,7 @@ class PredictOptions(Checked):
             raise UsageError(f"\0top_k_threshold\0: expected a number between 0 and 1; got {self.top_k_threshold}")
 
     def check_together(self) -> None:
-        """Raise UsageError for an option that only means something beside another one."""
+        """Raise UsageError for an option given without the option that it needs."""
         for flag, is_given in (
             ("\0merge\0", self.merge),
             ("\0probabilities\0", self.probabilities),
@@ -160,11 +160,11 @@ class PredictOptions(Checked):
 
     @property
     def is_of_new_data(self) -> bool:
-        """Whether what is predicted are no splits of the run."""
+        """Return whether the predictions are for new data rather than splits of the run."""
         return bool(self.data or self.ood) or self.follow is not None
 
     def _check_new_data(self) -> None:
-        """Raise UsageError for what does not go with data that are no split of the run."""
+        """Raise UsageError for options that do not apply to new data."""
         given = [flag for flag, value in (("\0data\0", self.data), ("\0ood\0", self.ood)) if value]
         flag = given[0] if given else "\0follow\0"
         if given and self.follow is not None:
@@ -181,7 +181,7 @@ class PredictOptions(Checked):
             raise UsageError(f"\0follow\0 appends to a .csv table; got \0table\0 {self.table}")
 
     def _check_is_split(self) -> None:
-        """Raise UsageError where new data cannot be a split of the run: one that can be read again, and is whole."""
+        """Raise UsageError if the new data cannot become a split of the run, which must be complete and readable again."""
         if self.follow is not None:
             raise UsageError(
                 "\0keep_features\0 needs a complete split, which \0follow\0 never has: use extract-features "

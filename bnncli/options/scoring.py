@@ -1,4 +1,4 @@
-"""Options of commands that score: which scores, their settings, and assertions such as `ece<=0.02`."""
+"""Options of commands that score: scores, their settings, and assertions such as `ece<=0.02`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bnncli.options.declaration import Checked, Declared, check_split_name, chec
 from bnncli.options.shared import check_variant, chosen_layers_option
 
 GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], then <=, <, >=, >, == or !=, then a number or another score"
-PARTS = ("excess", "floor", "low", "high")  # what can be asked of a metric instead of its value
-_OF_FLOORS = ("excess", "floor")  # of metrics that a calibrated model scores above 0 by chance
+PARTS = ("excess", "floor", "low", "high")  # derived quantities of a metric
+_OF_FLOORS = ("excess", "floor")  # parts of metrics for which a calibrated model scores above 0 by chance
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -36,10 +36,10 @@ _QUANTITY = re.compile(
 
 
 class Quantity(NamedTuple):
-    """A score: its metric, the choices that tell its forms apart, of which posterior, integrator and split (None: not said).
+    """A reference to a score; None fields are unspecified.
 
-    `part` is what is asked of it, one of PARTS: its value above that of a calibrated model (`excess`), that value (`floor`),
-    an end of its interval (`low`, `high`); None: the value.
+    `part` selects a derived quantity, one of PARTS: the value of a calibrated model (`floor`), the value above it
+    (`excess`), or an end of the interval (`low`, `high`). None selects the value itself.
     """
 
     metric: str
@@ -51,7 +51,7 @@ class Quantity(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The score alone: metric, part and choices."""
+        """Metric, part and choices."""
         metric = self.metric if self.part is None else f"{self.metric}-{self.part}"
         return ":".join((metric, *self.choices))
 
@@ -62,14 +62,14 @@ class Quantity(NamedTuple):
 
 
 class Assertion(NamedTuple):
-    """A score, an operator, and a number or another score."""
+    """A comparison of a score with a number or another score."""
 
     left: Quantity
     operator: str
     right: Quantity | float
 
     def holds(self, left: float, right: float) -> bool:
-        """Whether the two values stand in the relation that is asserted."""
+        """Return whether the comparison holds for these two values."""
         return _OPERATORS[self.operator](left, right)
 
     def __str__(self) -> str:
@@ -78,14 +78,14 @@ class Assertion(NamedTuple):
 
 
 def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
-    """The assertion that `text` says.
+    """Parse an assertion.
 
     Args:
-        flag: the option it came by, for messages.
-        metrics: the names a metric can have.
+        flag: the option, for messages.
+        metrics: valid metric names.
 
     Raises:
-        UsageError: the text does not follow the grammar, a metric or a part is unknown, a number is not finite.
+        UsageError: the text does not match the grammar, a metric or part is unknown, or a number is not finite.
     """
     match = re.fullmatch(r"([^<>=!]*)(<=|>=|==|!=|<|>)([^<>=!]*)", text)
     if match is None:
@@ -111,7 +111,7 @@ def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
 
 
 def parse_score(text: str, flag: str, metrics: Sequence[str]) -> Quantity:
-    """The score METRIC[:CHOICE...] that `text` says, of no posterior or split in particular. Raises UsageError otherwise."""
+    """Parse METRIC[:CHOICE...], without posterior or split. Raises UsageError."""
     match = _QUANTITY.fullmatch(text)
     if match is None or any(match.group(place) is not None for place in (1, 2, 4, 6)):
         raise UsageError(f"{flag}: expected METRIC[:CHOICE...], such as ece or auroc:mnist; got {text!r}")
@@ -151,26 +151,26 @@ def _refusal(flag: str, text: str) -> UsageError:
 
 @cache
 def of_scores() -> Declared:
-    """Those of scores, in evaluate."""
+    """Return the options of all scores, for evaluate."""
     return _declared(scores.score_options())
 
 
 @cache
 def of_predicted_scores() -> Declared:
-    """Those of scores that are made of predictions alone, in score."""
+    """Return the options of scores that need only predictions, for score."""
     names = {name for score in scores.all_scores().values() if score.of_split is not None for name in score.options}
     return _declared({name: one for name, one in scores.score_options().items() if name in names})
 
 
 @cache
 def of_detectors() -> Declared:
-    """Those of detectors, in evaluate."""
+    """Return the options of detectors, for evaluate."""
     return _declared(detectors.detector_options())
 
 
 @cache
 def of_compared_scores() -> Declared:
-    """Those of scores that compare has as well."""
+    """Return the options of scores that compare also takes."""
     every = scores.score_options()
     return _declared({name: replace(one, text=one.in_compare) for name, one in every.items() if one.in_compare})
 
@@ -204,7 +204,7 @@ def _evaluated_scores() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ShownScores(Checked):
-    """Options of commands that score: what they show and assert."""
+    """Options of commands that score: which scores to show and assert."""
 
     metric: list[str] = option(
         [],
@@ -230,7 +230,7 @@ class ShownScores(Checked):
     level: float = option(0.95, "Level of the bootstrap intervals.", minimum=0, maximum=1, group="Output", is_rare=True)
 
     def check_intervals(self, replicates: int | None) -> None:
-        """Raise UsageError for a wrong assertion or level, or where intervals are asked for and there are none."""
+        """Raise UsageError for an invalid assertion or level, or if intervals are requested but not computed."""
         sides = [side for one in self.assertions for side in (one.left, one.right) if isinstance(side, Quantity)]
         if self.level in (0, 1):
             raise UsageError(f"\0level\0: expected a number between 0 and 1; got {self.level}")
@@ -241,13 +241,13 @@ class ShownScores(Checked):
 
     @property
     def assertions(self) -> list[Assertion]:
-        """What \0assert_\0 asks for."""
+        r"""Parsed \0assert_\0 options."""
         return [parse_assertion(text, "\0assert_\0", _metrics()) for text in self.assert_]
 
 
 @dataclass(frozen=True)
 class EvaluateOptions(ShownScores):
-    """Options of evaluate, `settings` being those that scores bring, `detector_settings` those that scores of examples do."""
+    """Options of evaluate; `settings` holds the options of scores, `detector_settings` those of detectors."""
 
     posterior: list[str] = option(
         [], "Score only this posterior's predictions.", metavar="NAME", numeric=False, group="What to score"
@@ -321,26 +321,26 @@ class EvaluateOptions(ShownScores):
 
     @property
     def prediction_scores(self) -> list[str]:
-        """The detection scores to make of every group of predictions: the default, and those to show."""
+        """The detection scores to compute from predictions: the default and those to show."""
         return [
             name for name in detectors.prediction_detectors() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)
         ]
 
     @property
     def curve_score(self) -> str:
-        """The score of predictions that ROC curves go by: the first to show, else the default."""
+        """The prediction score of ROC curves: the first one to show, else the default."""
         return next(
             (name for name in detectors.prediction_detectors() if name in self.shown_scores), detectors.DEFAULT_SCORE
         )
 
     @property
     def needs_features(self) -> bool:
-        """Whether a score of the features is to be shown."""
+        """Return whether a feature-based score is to be shown."""
         return not set(detectors.feature_detectors()).isdisjoint(self.shown_scores)
 
 
-REPLICATES = 1000  # of the bootstrap where nothing is said, up to MOST_ROWS
-MOST_ROWS = 100_000  # a thousand replicates of more take minutes, and intervals of so many are narrow
+REPLICATES = 1000  # default number of bootstrap replicates, up to MOST_ROWS rows
+MOST_ROWS = 100_000  # with more rows, 1000 replicates take minutes and intervals are narrow anyway
 
 
 def _scored_scores() -> tuple[str, ...]:
@@ -349,7 +349,7 @@ def _scored_scores() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ScoreOptions(ShownScores):
-    """Options of score, `settings` being those that scores bring."""
+    """Options of score; `settings` holds the options of scores."""
 
     labels: str | None = option(
         None,
@@ -437,13 +437,13 @@ class ScoreOptions(ShownScores):
 
     @property
     def made_scores(self) -> list[str]:
-        """The detection scores to make: the default, and those to show."""
+        """The detection scores to compute: the default and those to show."""
         return [
             name for name in detectors.prediction_detectors() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)
         ]
 
     def replicates(self, num_rows: int) -> int:
-        """Bootstrap replicates for so many rows."""
+        """Return the number of bootstrap replicates for `num_rows` rows."""
         if self.bootstrap is None:
             return REPLICATES if num_rows <= MOST_ROWS else 0
         return self.bootstrap

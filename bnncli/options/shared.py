@@ -1,4 +1,4 @@
-"""Options of several commands: which layers, which target and prior, what goes into a network."""
+"""Options that several commands share: layers, target and prior, network inputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def trust_code_option(*, is_recorded: bool = True, also: str = "", group: str = "Inputs", is_rare: bool = True) -> Any:
-    """The option --trust-code, of a group that artifacts record or of another.
+    """Declare --trust-code, recorded in artifacts if `is_recorded`.
 
     Args:
-        also: another case in which that code runs.
+        also: another case in which the code runs, for the help text.
     """
     text = (
         "Execute the code that the run folder names (network factory, jit, py: data), needed for layers other "
@@ -33,10 +33,10 @@ def trust_code_option(*, is_recorded: bool = True, also: str = "", group: str = 
 
 
 def check_layers(layers: str | None, where: str = "\0layers\0", *, is_read: bool = True) -> None:
-    """Raise UsageError unless it is last, all or patterns, or was not given.
+    """Raise UsageError unless `layers` is last, all, patterns or None.
 
     Args:
-        is_read: whether it chooses among posteriors that are there.
+        is_read: whether the option selects among existing posteriors.
     """
     if layers == STATE and not is_read:
         raise UsageError(f"{where}: {STATE} is only for fit-ensemble; buffers have no other posterior")
@@ -45,7 +45,7 @@ def check_layers(layers: str | None, where: str = "\0layers\0", *, is_read: bool
 
 
 def chosen_layers_option(group: str = "", *, is_recorded: bool = True, is_rare: bool = False) -> Any:
-    """The option --layers of commands that read posteriors: which of them. Of a group that artifacts record or of another."""
+    """Declare --layers for commands that read posteriors, recorded in artifacts if `is_recorded`."""
     return option(
         None,
         "Use only posteriors over these parameters, written as in the command that fitted them.",
@@ -59,10 +59,11 @@ def chosen_layers_option(group: str = "", *, is_recorded: bool = True, is_rare: 
 
 @dataclass(frozen=True)
 class LayersOptions(Checked):
-    """Of the commands that make posteriors.
+    r"""Options of commands that fit posteriors.
 
     Attributes:
-        may_follow_base: whether a base says the layers where they are left out, so that \0trust_code\0 may stand alone.
+        may_follow_base: whether the base determines the layers when they are omitted, so that \0trust_code\0 may stand
+            alone.
     """
 
     may_follow_base: ClassVar[bool] = False
@@ -71,7 +72,7 @@ class LayersOptions(Checked):
         "Parameters of the posterior: last (linear layer), all, or patterns joined by +, such as `layer4*+fc*`. "
         "Other layers need the network and its inputs.",
         metavar="last|all|PATTERN",
-        numeric=False,  # recorded where it is given: `layers_params`
+        numeric=False,  # recorded if given: `layers_params`
         group="Target",
     )
     trust_code: bool = trust_code_option()
@@ -83,23 +84,23 @@ class LayersOptions(Checked):
             self.check_trust()
 
     def check_trust(self) -> None:
-        """Pass where trust is needed, or not given. Raises UsageError otherwise."""
+        """Raise UsageError if trust is given but not needed."""
         if self.trust_code and self.is_last_layer:
             raise UsageError("\0trust_code\0 is for \0layers\0 all or a pattern; the last layer needs no code")
 
     @property
     def is_last_layer(self) -> bool:
-        """Whether nothing but the features is needed."""
+        """Return whether the posterior needs only the features."""
         return self.layers == LAST
 
     @property
     def layers_params(self) -> dict[str, Any]:
-        """What requests record of it: nothing for the last layer."""
+        """Return the entry for request digests: empty for the last layer."""
         return {} if self.is_last_layer else {"layers": self.layers}
 
     @property
     def layers_suffix(self) -> str:
-        """What the default name of such a posterior ends with."""
+        """Return the suffix of the posterior's default name."""
         if self.is_last_layer:
             return ""
         words = "".join(letter if letter.isalnum() else "-" for letter in self.layers).strip("-").lower()
@@ -111,7 +112,7 @@ AUTO, INHERIT = "auto", "inherit"
 
 @dataclass(frozen=True)
 class TargetOptions(LayersOptions):
-    """The layers of a target, and the base whose prior it has."""
+    """The layers of a target, and the base that defines its prior."""
 
     base: str | None = option(
         None,
@@ -123,22 +124,22 @@ class TargetOptions(LayersOptions):
 
     @property
     def default_base(self) -> str:
-        """The base where none was named."""
+        """The default base."""
         return f"laplace{self.layers_suffix}"
 
     @property
     def given_precision(self) -> float | None:
-        """The prior precision that was given as a number."""
+        """The prior precision given as a number."""
         return None
 
     def params(self) -> dict[str, Any]:
-        """The options that change numbers."""
+        """Return the options that change numbers."""
         return {**super().params(), **self.layers_params}
 
 
 @dataclass(frozen=True)
 class GivenPriorOptions(TargetOptions):
-    """The same, and a prior precision in place of the base's."""
+    """Target options with a prior precision that may replace the base's."""
 
     prior_precision: float | None = option(
         None,
@@ -149,7 +150,7 @@ class GivenPriorOptions(TargetOptions):
 
     @property
     def given_precision(self) -> float | None:
-        """The prior precision that was given as a number."""
+        """The prior precision given as a number."""
         return self.prior_precision
 
 
@@ -172,26 +173,26 @@ class SearchedPriorOptions(LayersOptions):
 
     @property
     def given_precision(self) -> float | None:
-        """The prior precision that was given as a number."""
+        """The prior precision given as a number."""
         return None if self.prior_precision in (AUTO, INHERIT) else float(self.prior_precision)
 
     def params(self) -> dict[str, Any]:
-        """The options that change numbers; a prior that is the base's is recorded as none of its own."""
+        """Return the options that change numbers; an inherited prior is recorded as None."""
         own = AUTO if self.prior_precision == AUTO else self.given_precision
         return {**super().params(), "prior_precision": own}
 
 
 NO_NETWORK = "flatten"
-IDENTITY = "identity"  # as the name of a last layer: an identity layer on the network's own logits
+IDENTITY = "identity"  # name of a last layer that is the identity on the network's logits
 
 
 def model_arg() -> Any:
-    """Arguments of the network."""
+    """Declare the option for network arguments."""
     return option([], "Argument of the network.", metavar="KEY=VALUE", group="Network")
 
 
 def data() -> Any:
-    """Splits."""
+    """Declare the option for splits."""
     return option([], _data_help, metavar="SPLIT=SPEC", group="Data")
 
 
@@ -200,7 +201,7 @@ def _data_help() -> str:
 
 
 def hold_out() -> Any:
-    """What moves rows from one split into another."""
+    """Declare the option that moves examples from one split to another."""
     return option(
         [],
         "Move N random examples from one split to another, such as val=test:2000. Validation examples must not "
@@ -211,7 +212,7 @@ def hold_out() -> Any:
 
 
 def task() -> Any:
-    """What labels are."""
+    """Declare the option for the type of the labels."""
     return option(
         None,
         "Type of the labels; multilabel is an (N, L) array of zeros and ones. Default: inferred.",
@@ -222,27 +223,27 @@ def task() -> Any:
 
 
 def mean() -> Any:
-    """Of the channels."""
+    """Declare the option for the channel means."""
     return option(None, "Mean of each channel, to normalise inputs in [0, 1].", metavar="M[,M,M]", group="Images")
 
 
 def std() -> Any:
-    """Of the channels."""
+    """Declare the option for the channel standard deviations."""
     return option(None, "Standard deviation of each channel.", metavar="S[,S,S]", group="Images")
 
 
 def resize() -> Any:
-    """Of images, before they are cropped."""
+    """Declare the option for the size images are resized to before cropping, in pixels."""
     return option(None, "Resize the shorter side of images to this many pixels.", minimum=1, group="Images")
 
 
 def crop() -> Any:
-    """Of images."""
+    """Declare the option for the size of the centre crop, in pixels."""
     return option(None, "Crop the centre square of this many pixels.", minimum=1, group="Images")
 
 
 def no_exif() -> Any:
-    """Of images."""
+    """Declare the option to ignore EXIF orientation."""
     return option(
         False,
         "Ignore the EXIF orientation of images. Use this option if training ignored it too.",
@@ -252,7 +253,7 @@ def no_exif() -> Any:
 
 
 def background() -> Any:
-    """Of images."""
+    """Declare the option for the colour behind transparent pixels."""
     return option(
         None,
         "Colour behind transparent pixels. Default: white.",
@@ -263,7 +264,7 @@ def background() -> Any:
 
 
 def num_workers() -> Any:
-    """That read."""
+    """Declare the option for the number of reader processes."""
     return option(
         0,
         "Number of processes that read data, decode images and tokenise text.",
@@ -280,13 +281,13 @@ _DIRECTIONS = {"rhat": "<=", "ess": ">=", "ess-tail": ">="}
 
 
 class Condition(NamedTuple):
-    """A bound on one quantity: rhat from above, ess and ess-tail from below."""
+    """An upper bound on rhat, or a lower bound on ess or ess-tail."""
 
     name: str
     bound: float
 
     def is_met(self, value: float | None) -> bool:
-        """True when the value is there and within the bound."""
+        """Return whether the value is present and within the bound."""
         if value is None:
             return False
         return value <= self.bound if _DIRECTIONS[self.name] == "<=" else value >= self.bound
@@ -296,7 +297,7 @@ class Condition(NamedTuple):
 
 
 def parse_until(text: str, flag: str) -> tuple[Condition, ...]:
-    """The conditions that `text` says. Raises UsageError, with the grammar, when it says none."""
+    """Parse stopping conditions. Raises UsageError with the grammar."""
     found: dict[str, Condition] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([a-z-]+)\s*([<>]=)\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*", part)
@@ -311,12 +312,12 @@ def parse_until(text: str, flag: str) -> tuple[Condition, ...]:
 
 
 def unmet(conditions: Sequence[Condition], values: Mapping[str, float | None]) -> list[Condition]:
-    """The conditions that the values, by name, do not meet; a value that is None meets none."""
+    """Return the conditions that the values do not meet; a value of None meets none."""
     return [condition for condition in conditions if not condition.is_met(values[condition.name])]
 
 
 def parse_corruption(text: str, option: str = "\0corrupt\0") -> tuple[str, int]:
-    """Kind and severity of `KIND:SEVERITY`. Raises UsageError for another form, with the kinds."""
+    """Parse `KIND:SEVERITY`. Raises UsageError with the valid kinds."""
     kind, _, severity = text.partition(":")
     if kind not in CORRUPTIONS or severity not in {str(one + 1) for one in range(NUM_SEVERITIES)}:
         raise UsageError(
@@ -327,13 +328,13 @@ def parse_corruption(text: str, option: str = "\0corrupt\0") -> tuple[str, int]:
 
 
 def check_corruption(text: str | None, option: str = "\0corrupt\0") -> None:
-    """Nothing, when there is none or it is one. Raises UsageError otherwise."""
+    """Raise UsageError unless `text` is None or a valid corruption."""
     if text is not None:
         parse_corruption(text, option)
 
 
 def check_variant(value: str | Sequence[str] | None, flag: str) -> None:
-    """Raise UsageError where a name, or one of several, is no integrator's, alone or before a dash and settings."""
+    """Raise UsageError for a name that is no integrator, with or without settings after a dash."""
     families = registry.names("integrators")
     for name in [value] if isinstance(value, str) else value or ():
         if not any(name == family or name.startswith(f"{family}-") for family in families):

@@ -1,4 +1,4 @@
-"""TOML files of ours: read with bounds, and their values as the options have them that they stand for."""
+"""Read TOML files with size limits, and convert their values to option values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MAX_BYTES = 1 << 20
 
 
 def read_toml(path: Path, *, what: str) -> tuple[bytes, dict[str, Any]]:
-    """The bytes and the tables of a TOML file.
+    """Read and parse a TOML file; return its bytes and its tables.
 
     Raises:
-        MissingInput: it does not exist, or cannot be read.
-        ConfigError: not TOML, or too large.
+        MissingInput: the file does not exist or cannot be read.
+        ConfigError: the file is not TOML or is too large.
     """
     try:
-        with open(path, "rb") as stream:  # a pipe of the shell too, but never without end
+        with open(path, "rb") as stream:  # may be an endless pipe, so the read is bounded
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise read_error(error, path, what=what) from None
@@ -41,7 +41,7 @@ def read_toml(path: Path, *, what: str) -> tuple[bytes, dict[str, Any]]:
 
 @contextmanager
 def faults_of(path: Path) -> Iterator[None]:
-    """Within, a wrong option is a fault of this file. Raises ConfigError in the place of UsageError."""
+    """Convert a UsageError inside to a ConfigError about this file."""
     try:
         yield
     except UsageError as error:
@@ -49,7 +49,7 @@ def faults_of(path: Path) -> Iterator[None]:
 
 
 def option_value(spec: Field[Any], hint: Any, value: Any, where: str) -> Any:
-    """A TOML value as the option takes it. Raises UsageError, naming `where`, for one of another type, or that it does not take."""
+    """Convert a TOML value to an option value. Raises UsageError, naming `where`, for an invalid value."""
     value = _from_toml(value, hint)
     if not _has_type(value, hint):
         raise UsageError(f"{where}: expected {type_name(hint)}; got {value!r}")
@@ -58,7 +58,7 @@ def option_value(spec: Field[Any], hint: Any, value: Any, where: str) -> Any:
 
 
 def _from_toml(value: Any, hint: Any) -> Any:
-    """A TOML value as the option has it: a number where it takes text, or a list of texts, as it is typed after a flag."""
+    """Convert numbers to the text typed after a flag, where the option takes text."""
     base = base_type(hint)
     if base is list and isinstance(value, list):
         return [_typed(item) for item in value]
@@ -68,7 +68,7 @@ def _from_toml(value: Any, hint: Any) -> Any:
 
 
 def _typed(value: Any) -> Any:
-    """A number as it is typed, the shortest text that gives it back; anything else as it is."""
+    """Return the shortest text of a number; other values unchanged."""
     return repr(value).removesuffix(".0") if _is_number(value) else value
 
 
@@ -77,7 +77,7 @@ def _is_number(value: Any) -> bool:
 
 
 def base_type(hint: Any) -> Any:
-    """int for `int | None`, list for `list[str]`, the type itself otherwise."""
+    """Return int for `int | None`, list for `list[str]`, the type itself otherwise."""
     arguments = [item for item in typing.get_args(hint) if item is not type(None)]
     if typing.get_origin(hint) is list:
         return list
@@ -107,13 +107,13 @@ def type_name(hint: Any) -> str:
 
 
 def closest(word: str, choices: list[str]) -> str:
-    """The end of a line about an unknown word: the choice that was meant, or all of them."""
+    """Return the end of a message about an unknown word: the nearest choice, or all choices."""
     near = difflib.get_close_matches(word.replace("_", "-"), choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(sorted(choices))}"
 
 
 def line_of(raw: bytes, word: str, after: int = 0) -> str:
-    """`:7` when the key or the table first stands on line 7, below line `after`; nothing where it does not."""
+    """Return `:7` if the key or table first appears on line 7, below line `after`; empty if it does not appear."""
     name = rf"[\"']?{re.escape(word)}[\"']?"
     begins = re.compile(rf"\s*(\[\s*{name}\s*\]|{name}\s*[=.])")
     for number, line in enumerate(raw.decode("utf-8-sig", "replace").split("\n"), start=1):
