@@ -12,6 +12,7 @@ import json
 import os
 import pkgutil
 import random
+import re
 import signal
 import sys
 import traceback
@@ -241,8 +242,8 @@ def _draw_and_time_nothing() -> None:
     figures.render = lambda figure, kind: f"{figures.MARK} {kind}".encode()
     for found in pkgutil.iter_modules(figures.__path__):
         module = importlib.import_module(f"bnncli.figures.{found.name}")
-        if hasattr(module, "draw"):
-            module.draw = lambda *words, **names: None
+        for name in [name for name in vars(module) if re.match("draw(_|$)", name)]:
+            setattr(module, name, lambda *words, **names: None)
     style.figure_file = lambda figure, form: f"{figures.MARK} {figure.name} {form}".encode()
     pages.inline_svg = lambda figure: f"<svg><title>{figure.name}</title></svg>"
     export._SECONDS = export._MOST_SECONDS = 0.0
