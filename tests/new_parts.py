@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bnncli.flows import PUBLISHED, SPACES, loaded, tensors_of
+from bnncli.flows import PUBLISHED, SPACES, load_tensors, tensors_of
 from bnncli.options.declaration import Setting
 
 SETTINGS = {"NAME_push": Setting("How far NAME pushes; {default} by default", float, 1.0)}
@@ -36,7 +36,7 @@ class CLASS(nn.Module):
 
     @classmethod
     def from_tensors(cls, tensors, layout):
-        return loaded(cls(layout, torch.Generator(), NAME_push=float(tensors["push"])), tensors)
+        return load_tensors(cls(layout, torch.Generator(), NAME_push=float(tensors["push"])), tensors)
 
     def summary(self):
         return {"shift_norm": float(self.shift.norm())}

@@ -261,7 +261,7 @@ def standings(
 
 def fewest_replicates(num_others: int, *, alpha: float, has_baseline: bool) -> int:
     """Return the number of replicates at which the p-value of one of several comparisons can be alpha."""
-    # Without a baseline the remaining ones are tested together; confidence_set.py omits its bounds if replicates are
+    # Without a baseline the remaining ones are tested together; the confidence set omits its bounds if replicates are
     # few.
     return int((num_others if has_baseline else 1) / alpha) + 1
 

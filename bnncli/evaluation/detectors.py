@@ -152,7 +152,7 @@ _NEIGHBORS = ScoreOption(
 DETECTORS = {
     # Haroush, Frostig, Heller and Soudry (2022), arXiv 2102.12967; Fisher (1932). predict computes it, from the run's features.
     "combined": Detector(
-        definition="Energy, Mahalanobis distance and nearest neighbours as one score, by Fisher's method: see evaluation/combined_score.py.",
+        definition="Energy, Mahalanobis distance and nearest neighbours as one score, by Fisher's method: see evaluation/feature_scores.py.",
         place=1,
         of_predictions=lambda examples, values: _float64(values),
         needs="combined",

@@ -2,7 +2,7 @@
 
 `evaluate --metric NAME`, assertions, `compare`, tables and JSON read this table. Scores with few lines are computed here, the
 others in the module that their function imports. A score is a function of how often each example counts, so the bootstrap
-resamples all of them alike: see weighted_scores.py. Installed distributions add scores through the entry point group
+resamples all of them alike: see statistics.py. Installed distributions add scores through the entry point group
 `bnncli.scores`; the module that it names defines `SCORE`.
 """
 
@@ -82,7 +82,7 @@ class Score:
     """A score: how it is shown, and how it is computed.
 
     At most one of `of_split`, `of_two_splits`, `of_other_split`, `of_draws`, `of_reference` and `computed_by` is set. None is
-    set for scores of a latent binary network (`stages/evaluate`) and of a rule of `calibrate` (`decisions/`).
+    set for scores of a latent binary network (`commands/evaluate`) and of a rule of `calibrate` (`decisions.py`).
 
     Args:
         title: column heading; `{k}` stands for the `k` of the row.
@@ -602,7 +602,7 @@ SCORES = {
         definition="The relative error of the posterior covariance.",
         of_draws=_covariance_error,
     ),
-    # Of a latent binary network: density.py, input_selection.py
+    # Of a latent binary network: latent_networks.py
     "density": Score(
         title="density", place=32, higher_is_better=False, is_shown=True,
         definition="The share of a latent binary network's weights that are included.",
@@ -642,7 +642,7 @@ SCORES = {
         definition="The rank correlation of mutual information with a reference's.",
         told_by=("reference",), facts=_OF_HALVES, has_floor=True, of_reference=_mutual_info_correlation,
     ),
-    # Of the rules of calibrate: decisions/scored.py
+    # Of the rules of calibrate: decisions.py
     "set_coverage": Score(
         title="coverage", place=39, digits=3, is_shown=True,
         definition="The share of examples whose class is in their prediction set, by a rule of calibrate.",

@@ -78,9 +78,9 @@ def fit_gaussian(
         structure: of the covariance, one of the `covariances`.
         center: mode, or checkpoint for start itself.
         hessian: of this structure at start, if that is the centre; saves computing it.
-        mode_hessian: a Hessian from near the mode, passed to mode_of.
-        before: covariance for the same examples; saves computing what does not depend on theta; also passed to mode_of.
-        progress: passed to mode_of.
+        mode_hessian: a Hessian from near the mode, passed to find_suitable_mode.
+        before: covariance for the same examples; saves computing what does not depend on theta; also passed to find_suitable_mode.
+        progress: passed to find_suitable_mode.
 
     Raises:
         NumericError: no mode is found, or the precision is not positive definite.

@@ -43,7 +43,7 @@ def linearised_losses(
 
     Args:
         covariances: C of one structure that share one Jacobian if `shared_by` allows several, else a single one.
-        noise: standard normal, (S, K), shifted by each example (`numerics.row_noise`), or (S, P); see `noise_size`.
+        noise: standard normal, (S, K), shifted by each example (`numerics.random`), or (S, P); see `noise_size`.
     """
     layout, num_draws = cast(ClassifierLayout, target.layout), len(noise)
     examples = cast("LinearisedHeldOut", held_out)
@@ -92,7 +92,7 @@ def losses_by_logits(
     """Return the loss of each example under N(theta, covariance), (M,) float64 nats; see HeldOut.losses.
 
     Args:
-        noise: (S, K), standard normal, shifted by each example (`numerics.row_noise`).
+        noise: (S, K), standard normal, shifted by each example (`numerics.random`).
     """
     gaussian = Gaussian(theta, covariance, cast("LogitLayout", target.layout), target.prior)
     points = uniform_points(noise)
@@ -140,7 +140,7 @@ def left_out_losses(
     Args:
         theta: (P,), the mode.
         covariance: there, of all examples.
-        noise: (S, K), standard normal, shifted by each example (`numerics.row_noise`).
+        noise: (S, K), standard normal, shifted by each example (`numerics.random`).
     """
     gaussian = Gaussian(theta, covariance, cast("LogitLayout", target.layout), target.prior)
     points, likelihood = uniform_points(noise), held_out.layout.likelihood

@@ -600,7 +600,7 @@ def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
 
 
 def search_lowest_fit(candidates: SearchedPrecisions[Fit], grid: list[float], *, is_brief: bool) -> Fit:
-    """Return the exact fit at the lowest point that `approach` finds."""
+    """Return the exact fit at the lowest point that `judge_precisions` finds."""
     judge_precisions(candidates, grid, is_brief=is_brief)
     while True:
         best = candidates.best

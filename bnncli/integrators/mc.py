@@ -1,6 +1,6 @@
 """Monte Carlo prediction: the mean of the softmax over draws of theta, converging to the exact integral.
 
-Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, eq. (1). Quasi-random draws: see sobol.py.
+Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, eq. (1). Quasi-random draws: see numerics/random.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models that bring their own definition, `--model KIND:PLACE`; models/kinds has one file for each kind.
 
 A kind's file declares at module level `FORM = Form("hf:DIR", place=10)` (its spelling), `EXTRA = "hf"` (the package
-extra that installs its library, or None), optionally `TAKES = ("base_model",)` (the options in `Asked` that it
+extra that installs its library, or None), optionally `TAKES = ("base_model",)` (the options in `ModelRequest` that it
 supports), and `open_model(place, asked) -> SavedModel`.
 """
 

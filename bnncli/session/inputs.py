@@ -145,7 +145,7 @@ def _is_kin(header: Header, digest: str, weights_digest: str | None) -> bool:
     return header.weights_digest == weights_digest and header.meta.get("head_digest") == digest
 
 
-RESIDENT_SHARE = 0.25  # share of free GPU memory for a split's features; machine.memory.SHARE covers the rest
+RESIDENT_SHARE = 0.25  # share of free GPU memory for a split's features; system.memory.SHARE covers the rest
 PREDICTION_BYTES = 1 << 30  # features that predict holds on the device at once; fixed, because sums depend on it
 
 

@@ -128,7 +128,7 @@ def opened_model(spec: str | None, arguments: Sequence[str], **asked: Any) -> Sa
 
     Args:
         arguments: each as KEY=VALUE.
-        asked: the other fields of Asked.
+        asked: the other fields of ModelRequest.
 
     Raises the errors of open_model.
     """
@@ -165,7 +165,7 @@ class Table:
 
 @dataclass
 class Result:
-    """Result of a stage, printed by the command line as text or as one JSON document.
+    """Result of a command, printed by the command line as text or as one JSON document.
 
     Attributes:
         action: computed, up_to_date, replaced or planned; "" for commands that write nothing.
@@ -219,7 +219,7 @@ class Voice(Progress, Protocol):
 
 @dataclass
 class Run:
-    """One invocation of a command, passed to its stage.
+    """One invocation of a command, passed to its `run`.
 
     Attributes:
         line: the command line, with options from the environment and configuration file.

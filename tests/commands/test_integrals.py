@@ -125,7 +125,7 @@ def test_draws_are_new_in_every_row(cli: Cli, tmp_path: Path, monkeypatch: pytes
         shown.extend(panels)
         return draw(panels, *rest, **words)
 
-    monkeypatch.setattr("bnncli.figures.integrals.draw", keep)
+    monkeypatch.setattr("bnncli.commands.integrals.draw", keep)
     # So wide that only the signs of the draws count: the same draws would err alike in both rows.
     words = ("--integrator", "mc", "--max-sd", 1e6, "--grid-size", 2, "--plot", tmp_path / "e.png")
     assert cli("integrals", *words).code == 0

@@ -557,8 +557,8 @@ def test_a_signal_ends_a_program_that_loops(tmp_path: Path, net: type[nn.Module]
     words = ("extract-features", "net.pt", "--model", "jit:net.pt", "--data", "train=npz:x.npz")
     code = (  # the signal comes when the loop has begun
         "import os, signal, sys, threading\n"
-        "from bnncli.machine import interruptible, signals\n"
-        "from bnncli.models import _script_program\n"
+        "from bnncli.system import signals\n"
+        "from bnncli.models.kinds import jit\n"
         "from bnncli.__main__ import main\n"
         "plain = signals.raise_if_interrupted\n"
         "def told(where=''):\n"

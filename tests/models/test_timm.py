@@ -169,9 +169,9 @@ def test_a_model_is_opened_without_torch_and_the_libraries(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text('{"architecture": "resnet10t", "pretrained_cfg": {"mean": [0, 0, 0]}}')
     (tmp_path / "model.safetensors").touch()
     code = (
-        "import sys\nfrom bnncli.models import Asked, open_model\n"
+        "import sys\nfrom bnncli.models import ModelRequest, open_model\n"
         f"for spec in ('timm:resnet10t', 'timm:{tmp_path}', 'torchvision:resnet18:DEFAULT'):\n"
-        "    open_model(spec, Asked({'num_classes': '3'})).transform.to_json()\n"
+        "    open_model(spec, ModelRequest({'num_classes': '3'})).transform.to_json()\n"
         "print({'torch', 'torchvision', 'timm'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

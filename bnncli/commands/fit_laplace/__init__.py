@@ -1,6 +1,9 @@
 """fit-laplace: fit a Gaussian posterior to the last layer or to other layers.
 
-The last layer is fitted in last_layer.py, other layers in network.py."""
+`run` prepares a request and a function that fits: of the last layer (last_layer.py) or of other layers (network.py).
+`produce_posterior` (session/posteriors.py) turns the function's result into a file through `produce` (session/produce.py), which
+locks, decides whether there is work, fits, and publishes.
+"""
 
 from __future__ import annotations
 
