@@ -1,1 +1,0 @@
-"""Saved models of others, read without running any of their code."""

@@ -1,1 +1,0 @@
-"""What is taken from a network: its head, and the features that the head sees."""
