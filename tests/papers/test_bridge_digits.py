@@ -127,7 +127,7 @@ def test_means_are_of_the_digits_seen_and_unseen() -> None:
     assert (found["highest_seen"].value, found["lowest_unseen"].value) == (pytest.approx(0.45), pytest.approx(0.65))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_network_of_a_few_images_gives_every_digit_a_variance(tmp_path: Path) -> None:
     labels = np.arange(60) % 10
     pixels = np.random.default_rng(0).integers(0, 60, (60, 28, 28), dtype=np.uint8)

@@ -179,7 +179,7 @@ def scored(losses: np.ndarray, generator: np.random.Generator, replicates: int) 
     return np.std(weights @ losses, axis=0, ddof=1), np.corrcoef((weights @ losses).T)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", [a < b, a > b, abs(a - b) < 0.05, 2 * a < b + c], ids=lambda rule: rule.text)
 def test_rules_of_pairs_are_decided_falsely_no_more_often_than_the_level(rule: Rule) -> None:
     generator, trials, wrong = np.random.default_rng(7), 1500, 0

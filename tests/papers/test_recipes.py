@@ -87,7 +87,7 @@ def test_recipes_are_in_the_order_of_their_numbers(recipes: Recipes) -> None:
     assert recipe_names() == ["test/figure-5.2", "test/table-1", "test/table-2", "test/table-10"]
 
 
-@pytest.mark.parametrize("name", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.nightly)])
 def test_a_quick_recipe_measures_every_number_that_it_judges(name: str, tmp_path: Path, cli: Cli) -> None:
     done = cli("reproduce", name, "--out", tmp_path, "--json")
     assert done.code == 0, done.stderr
@@ -98,7 +98,7 @@ def test_a_quick_recipe_measures_every_number_that_it_judges(name: str, tmp_path
     assert all((tmp_path / "quick" / name / figure).stat().st_size > 5000 for figure in document["figures"])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_everything_at_quick_takes_ten_minutes_and_says_of_each_number_what_came_of_it(
     tmp_path: Path, cli: Cli
 ) -> None:
