@@ -15,11 +15,11 @@ from typing import Any
 
 # One process a session imports torch and is forked for every kill: it has no threads, and no GPU in use.
 SERVER = multiprocessing.get_context("forkserver")
-STAGES = [f"bnncli.commands.{name}.work" for name in ("refine", "fit_lbbnn", "fit_laplace", "hmc")]
-STAGES += ["bnncli.commands.predict", "bnncli.commands.extract_features.splits"]
+COMMANDS = [f"bnncli.commands.{name}" for name in ("refine", "fit_lbbnn", "fit_laplace.last_layer", "hmc", "predict")]
+COMMANDS += ["bnncli.commands.extract_features.network"]
 # Scores and levels import sklearn and scipy.
-LATE = ["sklearn.metrics", "scipy.stats", "scipy.optimize"]
-SERVER.set_forkserver_preload(["pytest", "bnncli.cli.execute", *LATE, *STAGES])
+LATE = ["torch", "sklearn.metrics", "scipy.stats", "scipy.optimize"]
+SERVER.set_forkserver_preload(["pytest", "bnncli.cli.execute", *LATE, *COMMANDS])
 
 
 def state_of(run: Path, name: str) -> Path:
