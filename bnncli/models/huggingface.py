@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import safe_open
 
 from bnncli.data.sound import resample
 from bnncli.data.transform import TransformedInputs
@@ -565,6 +564,8 @@ def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | Non
 
 def _no_reals(folder: Path, state: Mapping[str, Tensor] | None) -> set[str]:
     """Return the names of integer tensors, which the library would convert to floats."""
+    from safetensors import safe_open
+
     if state is not None:
         return {name for name, tensor in state.items() if not tensor.is_floating_point()}
     found: set[str] = set()
