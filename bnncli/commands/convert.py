@@ -82,7 +82,7 @@ def run(run: Run, options: ConvertOptions) -> Result:
         _check_kind(target, "npz" if is_classifier else "safetensors")
     check_writable(target.parent, hint="write to another folder")
     if not (source.is_dir() and (sharded_folder(source) or shards_of(source))):
-        with open_regular(source):  # or it is missing, which is told before the slow imports
+        with open_regular(source):  # a missing file is reported before the slow imports
             pass
     if is_classifier:
         return _write_classifier(run, options, source, target)

@@ -62,7 +62,7 @@ HEAD_RATE = 1e-2  # of a last layer alone, which the thesis does not have; falls
 HEAD_EPOCHS = 60
 HEAD_STEPS = 6000  # and more epochs where they are fewer: after these the bound of 2,000 examples stood still
 MEAN_RANGES = {"lrt": 0.2, "mnf": 0.01, "concrete": 0.2}
-MAX_FLOW_RATE = 1e-3  # that flows keep to when nothing is said; at ten times as much their bound may run away
+MAX_FLOW_RATE = 1e-3  # default limit for flows; at ten times as much their bound may diverge
 _ONLY = {
     "variance": ("lrt", "mnf"),
     "flow_length": ("mnf",),

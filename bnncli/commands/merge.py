@@ -268,7 +268,7 @@ def _short(digest: str | None) -> str:
     return "none" if digest is None else digest[:27]
 
 
-Shown = Mapping[str, tuple[object, str]]  # what is told of draws, by name: the value, and how it is shown
+Shown = Mapping[str, tuple[object, str]]  # properties of draws, by name: the value and its text
 
 
 def _compare(part: MergedRun, known: Shown, wanted: Shown, whose: str) -> None:

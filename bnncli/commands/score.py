@@ -151,7 +151,7 @@ def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list
         is_named = bool(equals) and not Path(text).expanduser().exists() and "/" not in name and ":" not in name
         if is_named:
             check_split_name(name, "--ood")
-        # What the columns of the other file are called is what the first one's are, where nothing else is said.
+        # The columns of the other file have the first one's names unless named otherwise.
         one = open_given(place if is_named else text, said._replace(task=_task(given, said)), is_labeled=False)
         one = one.named(name) if is_named else one
         if one.name in (given.name, *(other.name for other in found)):

@@ -77,7 +77,7 @@ OPTIMIZERS = ("adam", "adamw", "sgd", "nesterov")
 SCHEDULES = ("cosine", "step", "constant")
 AUGMENTATIONS = ("none", "flip", "crop", "crop+flip")
 
-# What training does where nothing is said: the settings of Kristiadi, Eschenhagen and Hennig (2022) for Fashion-MNIST.
+# Defaults of training: the settings of Kristiadi, Eschenhagen and Hennig (2022) for Fashion-MNIST.
 _DEFAULTS: dict[str, Any] = {
     "optimizer": "adam",
     "learning_rate": 1e-3,
@@ -252,7 +252,7 @@ class TrainOptions(Checked):
 
 
 SUFFIX = ".safetensors"
-HOLD_OUT_SEED = 0  # of extract-features where nothing is said: every seed is to leave out the same rows
+HOLD_OUT_SEED = 0  # as in extract-features by default: every seed leaves out the same rows
 
 COMMAND = Command(
     "Train a network on labelled data and write its checkpoint.",

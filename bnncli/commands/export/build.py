@@ -555,7 +555,7 @@ def thresholds(split: Split, scores: Tensor) -> dict[str, Any]:
 
 
 def thresholds_of(decision: DecisionFile) -> dict[str, Any]:
-    """What whoever runs the file decides by: of which output, from where on, and what is guaranteed."""
+    """Return the decision rules for whoever runs the file: the output, its threshold, and the guarantee."""
     rule, settings = decision.rule, decision.header.meta["settings"]
     found: dict[str, Any] = {"kind": decision.kind, "confidence": settings["confidence"]}
     if isinstance(rule, SetRule):

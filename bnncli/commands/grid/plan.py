@@ -314,7 +314,7 @@ def _is_there(name: str, first: GridStep) -> bool:
 
 _GPUS, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 CPU = "cpu"
-_ANYWHERE = ("auto", CPU)  # devices of a line that is told where it runs
+_ANYWHERE = ("auto", CPU)  # devices of a line that the grid places
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _command(run: Run, path: Path) -> str | None:
 
 
 def _features_command(run: Run, names: list[str]) -> str:
-    """The command that makes the features anew, from the header of any split that has one: most come from one command."""
+    """Return the command that recomputes the features, from the header of any split that has one."""
     headers = (tried(partial(read_header, run.folder.features(name))) for name in names)
     made = (run.remake(header, force=True) for header in headers if isinstance(header, Header))
     usual = run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"], force=True)
@@ -450,7 +450,7 @@ _IMAGE_BYTES = 150_000  # of all pictures together, of a page that has at most a
 
 
 class _Look:
-    """Examples of one split, as stored, and what is said of them."""
+    """Examples of one split, as stored, with their captions."""
 
     def __init__(self, subject: Subject, group: PredictionGroup, split: str) -> None:
         header = next(header for header in group.headers if header.meta["split"] == split)

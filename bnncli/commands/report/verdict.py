@@ -217,7 +217,7 @@ def _to_run(command: str | None) -> list[str]:
     return [] if command is None else [" Run ", code(command)]
 
 
-_MOST_DOUBTED = 3  # posteriors whose doubts are told
+_MOST_DOUBTED = 3  # posteriors whose doubts are listed
 _MOST_NAMED = 12  # posteriors that are good, or files that are damaged
 
 
