@@ -410,11 +410,6 @@ _SCORE = ("scheme", "seed", "penalty", "free_ranks")
 _TESTED = ("num_accepted", "num_wrong", "level", "p_value")
 
 
-def rule_kind(rule: Rule) -> str:
-    """Return the kind of a rule, one of KINDS."""
-    return {SetRule: SETS, AcceptanceRule: RISK, OutlierRule: OOD, ShiftRule: SHIFT}[type(rule)]
-
-
 def to_arrays(rule: Rule) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any]]:
     """Return the arrays of a rule and its other values."""
     if isinstance(rule, SetRule):

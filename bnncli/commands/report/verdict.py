@@ -43,13 +43,6 @@ from bnncli.session.recommendation import (
 )
 from bnncli.session.score_rows import PredictedSplit
 
-
-def with_error(value: float, error: float | None, digits: int = 4) -> str:
-    """Format a number with its standard error, if known."""
-    shown = f"{value:.{digits}f}".replace("-", "−")
-    return shown + ("" if error is None else f" ± {error:.{digits}f}")
-
-
 TERMS = {
     "accuracy": "The share of examples whose most probable class is right.",
     "AUROC": "The probability that a score ranks a known input above an outlier. 0.5 is chance, 1 is perfect.",

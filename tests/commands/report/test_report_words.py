@@ -10,7 +10,7 @@ import pytest
 
 from bnncli.commands.report.sections import data_table
 from bnncli.commands.report.subject import class_name, missing, parameter_name, tried
-from bnncli.commands.report.verdict import calibration_in_words, listed_in_words, with_error
+from bnncli.commands.report.verdict import calibration_in_words, listed_in_words
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
 from bnncli.figures.pages import Markup, Missing, TableCell, commands, element, joined, paragraph, with_classes
 from bnncli.session.run import Table
@@ -68,7 +68,6 @@ def test_what_is_wrong_with_artifacts_or_has_no_room_is_told_in_its_place() -> N
 
 def test_lists_and_differences_in_words() -> None:
     assert [listed_in_words(list("abc"[:n])) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
-    assert (with_error(-0.015, 0.0073), with_error(1.0, None, 1)) == ("−0.0150 ± 0.0073", "1.0")
 
 
 @pytest.mark.parametrize(
