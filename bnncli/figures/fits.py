@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -230,3 +230,30 @@ class MeasuredLine(NamedTuple):
     x: Sequence[float]
     values: Sequence[float]
     errors: Sequence[float | None]
+
+
+def draw_measured_lines(
+    lines: Mapping[str, MeasuredLine], *, title: str, x_label: str, y_label: str, log: str = ""
+) -> Figure:
+    """Draw the lines in one panel.
+
+    Args:
+        log: logarithmic axes: x, y or xy.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (name, line) in enumerate(lines.items()):
+        errors = [error or 0.0 for error in line.errors]
+        axes.errorbar(
+            line.x, line.values, yerr=errors, label=name, marker="o", markersize=4, capsize=2, **line_style(place)
+        )
+    for axis in log:
+        axes.set(**{f"{axis}scale": "log"})
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title, fontsize="large")
+    plain_axes(axes)
+    legend_of(axes, len(lines), "")
+    return figure
