@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from bnncli.errors import BnnError
 from bnncli.names import printable
 from bnncli.options.command import CommonOptions
-from bnncli.options.declaration import spelled
+from bnncli.options.declaration import spell_options
 from bnncli.progress import Task
 from bnncli.system import signals
 
@@ -52,11 +52,11 @@ class Console:
 
     def info(self, text: str) -> None:
         """Write a line unless -q is given."""
-        self._line("INFO", spelled(text))
+        self._line("INFO", spell_options(text))
 
     def warn(self, text: str) -> None:
         """Write a warning unless -q is given, and record it for the result and the provenance."""
-        text = spelled(text)
+        text = spell_options(text)
         if text not in self.warnings:
             self.warnings.append(text)
             self._line("WARNING", text)
@@ -70,7 +70,7 @@ class Console:
     def traceback(self, error: BaseException) -> None:
         """Write a traceback, escaped like every other line."""
         for line in "".join(traceback.format_exception(error)).splitlines():
-            self._write(printable(spelled(line)))
+            self._write(printable(spell_options(line)))
 
     def poll(self, where: str = "") -> None:
         """Raise Interrupted if a signal has arrived."""
@@ -118,7 +118,7 @@ class Console:
             self._file = None
 
     def _line(self, level: str, text: str) -> None:
-        text = printable(spelled(text))
+        text = printable(spell_options(text))
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         if self._file is not None:
             print(self._format(level, text, stamp), file=self._file, flush=True)

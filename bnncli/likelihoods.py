@@ -341,7 +341,7 @@ class Multilabel:
 
     def log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return sum_l log p of the presence or absence of label l."""
-        return -torch.nn.functional.softplus(_against(logits, labels)).sum(dim=-1)
+        return -torch.nn.functional.softplus(_sign_by_label(logits, labels)).sum(dim=-1)
 
     def sharp_log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return sum_l log p of the presence or absence of label l, with all digits."""
@@ -349,11 +349,11 @@ class Multilabel:
 
     def decision_logs(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return log p of the presence or absence of each label, (L, S, n)."""
-        return -torch.nn.functional.softplus(_against(logits, labels.T.unsqueeze(1)))
+        return -torch.nn.functional.softplus(_sign_by_label(logits, labels.T.unsqueeze(1)))
 
     def margins(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return how far each logit lies on the wrong side of 0: f if the label is absent, -f if it is present."""
-        return _against(logits.double(), labels)
+        return _sign_by_label(logits.double(), labels)
 
     def losses(self, logits: Tensor, labels: Tensor, scale: float | Tensor) -> Tensor:
         """Return the mean over labels of log(1 + exp(scale * margin))."""
@@ -367,7 +367,7 @@ class Multilabel:
         return (margins * probs).mean(dim=1), (margins.square() * probs * torch.sigmoid(-scale * margins)).mean(dim=1)
 
 
-def _against(logits: Tensor, labels: Tensor) -> Tensor:
+def _sign_by_label(logits: Tensor, labels: Tensor) -> Tensor:
     """Return -f where the label is present and f where it is absent."""
     return torch.where(labels != 0, -logits, logits)
 
@@ -497,7 +497,7 @@ def likelihood_of(num_outputs: int, name: str | None = None) -> Likelihood:
     return Bernoulli() if num_outputs == 1 else Categorical(num_outputs)
 
 
-def recorded_name(meta: Mapping[str, Any]) -> str | None:
+def read_recorded_name(meta: Mapping[str, Any]) -> str | None:
     """Return the name of the likelihood recorded in an artifact; None if the number of outputs determines it."""
     name = meta.get("likelihood")
     return None if name is None else str(name)
@@ -508,7 +508,7 @@ def name_to_record(name: str | None) -> dict[str, str]:
     return {} if name is None else {"likelihood": name}
 
 
-def why_unfit(task: str, num_outputs: int) -> str | None:
+def explain_unfit_outputs(task: str, num_outputs: int) -> str | None:
     """Return why so many outputs do not fit one of TASKS; None if they do."""
     expected = {
         "multiclass": (num_outputs > 1, "at least 2 (a single output distinguishes two classes: \0task\0 binary)"),

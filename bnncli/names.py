@@ -30,7 +30,7 @@ def printable(text: str, *, keep_bytes: bool = False) -> str:
     return "".join(char if _is_shown(char, keep_bytes) else _escape(char) for char in text)
 
 
-def in_table(name: str) -> str:
+def escape_for_table(name: str) -> str:
     """Return a file name for a table, with bytes that are not UTF-8 escaped."""
     return name.encode(errors="backslashreplace").decode()
 
@@ -43,17 +43,17 @@ def _escape(char: str) -> str:
     return char.encode("unicode_escape").decode()
 
 
-def quoted(name: object, *, limit: int = 80) -> str:
+def quote_name(name: object, *, limit: int = 80) -> str:
     """Return `name` in quotes, with control and non-printable characters escaped, cut after `limit` characters."""
     text = name if isinstance(name, str) else str(name)
     cut = text if len(text) <= limit else f"{text[:limit]}..."
     return repr(cut)
 
 
-def listed(names: Iterable[object], *, limit: int = 5) -> str:
+def format_names(names: Iterable[object], *, limit: int = 5) -> str:
     """Return the first `limit` names in quotes, comma-separated, and the number of others."""
     every = list(names)
-    shown = ", ".join(quoted(name) for name in every[:limit])
+    shown = ", ".join(quote_name(name) for name in every[:limit])
     rest = len(every) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown
 
@@ -61,14 +61,14 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
 def near_miss(name: str, known: Sequence[str]) -> str | None:
     """Return a "did you mean" question with up to three similar names, or None. Substrings count as similar."""
     if (usual := _ALSO_CALLED.get(name.casefold())) in known:
-        return f"did you mean {quoted(usual)}?"
+        return f"did you mean {quote_name(usual)}?"
     folded = name.casefold()
     within = [one for one in known if len(name) > 1 and (folded in one.casefold() or folded.startswith(one.casefold()))]
     near = dict.fromkeys([*difflib.get_close_matches(name, known, n=3), *within])
-    return f"did you mean {' or '.join(quoted(one) for one in [*near][:3])}?" if near else None
+    return f"did you mean {' or '.join(quote_name(one) for one in [*near][:3])}?" if near else None
 
 
-def not_one_of(where: str, given: object, known: Sequence[object], *, also: Sequence[str] = ()) -> UsageError:
+def unknown_value_error(where: str, given: object, known: Sequence[object], *, also: Sequence[str] = ()) -> UsageError:
     """Return the error for an unknown value, with the known values and the most similar ones.
 
     Args:
@@ -95,7 +95,7 @@ def percent(share: float, form: str = ".1f") -> str:
     return f"{100 * share:{form}}%"
 
 
-def with_article(word: str) -> str:
+def add_article(word: str) -> str:
     """Return the word with `a` or `an`, chosen by its first letter."""
     return f"{'an' if word[:1].lower() in tuple('aeiou') else 'a'} {word}"
 

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from bnncli.errors import UsageError
-from bnncli.names import not_one_of
+from bnncli.names import unknown_value_error
 
 _PACKAGE = Path(__file__).parent
 _PLAIN_BASES = ("Generic[", "nn.")  # base classes from which commands read no attributes
@@ -144,7 +144,7 @@ def _attributes(family: str, name: str) -> dict[str, ast.expr]:
 def check_name(family: str, name: str, *, option: str, also: Sequence[str] = ()) -> str:
     """Return `name` if the family has it. Raises UsageError, with the choices and `also`, otherwise."""
     if not has_name(family, name):
-        raise not_one_of(option, name, names(family), also=also)
+        raise unknown_value_error(option, name, names(family), also=also)
     return name
 
 

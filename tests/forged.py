@@ -12,7 +12,7 @@ import h5py
 from bnncli.artifacts import files, posteriors
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.hdf5 import header_of, open_hdf5, read_contents, write_hdf5
-from bnncli.artifacts.headers import with_digest
+from bnncli.artifacts.headers import add_digest
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -45,7 +45,7 @@ def _forge_posterior(path: Path, document: dict[str, Any], change: Change) -> No
     change(document)
     if isinstance(document.get("meta"), dict) and document.get("content_digest") == read_header(path).content_digest:
         document["content_digest"] = posteriors._digest(tensors, document["meta"])
-    text = json.dumps(with_digest(document), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(add_digest(document), sort_keys=True, separators=(",", ":"))
     path.write_bytes(save(tensors, metadata={posteriors.METADATA_KEY: text}))
 
 
@@ -57,7 +57,7 @@ def _forge_metrics(path: Path, document: dict[str, Any], change: Change) -> None
         if document.get("content_digest") == read_header(path).content_digest:
             document["content_digest"] = files._digest({key: meta.get(key) for key in ("predictions", "rows")})
         document |= meta
-    path.write_bytes(files._text(document))
+    path.write_bytes(files._encode_document(document))
 
 
 def _forge_hdf5(path: Path, document: dict[str, Any], change: Change) -> None:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli import registry
-from bnncli.api.session import Session, checked_count, checked_number, checked_text, errors_in_python
+from bnncli.api.session import Session, check_count, check_number, check_text, convert_errors_to_python
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
 from bnncli.numerics.random import stream
 from bnncli.options.declaration import settings_of
 from bnncli.options.predict import PredictOptions
-from bnncli.session.predictor import AskedIntegrators, IntegratorChoice, Predictor, num_stored
+from bnncli.session.predictor import IntegratorChoice, Predictor, RequestedIntegrators, count_stored_draws
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,9 +64,9 @@ def check_request(integrator: str | None, samples: int | None, settings: Mapping
         UsageError: an integrator or setting does not exist, or a value is not allowed.
     """
     if integrator is not None:
-        registry.check_name("integrators", checked_text("integrator", integrator), option="\0integrator\0")
+        registry.check_name("integrators", check_text("integrator", integrator), option="\0integrator\0")
     if samples is not None:
-        samples = checked_count("samples", samples)
+        samples = check_count("samples", samples)
     known = settings_of("integrators")
     unknown = [name for name in settings if name not in known]
     if unknown:
@@ -87,20 +87,20 @@ def _value(name: str, value: object, kind: type) -> Any:
             raise UsageError(f"\0{name}\0: expected True or False; got {value!r}"[:300])
         return value
     if kind is str:
-        return checked_text(name, value)
+        return check_text(name, value)
     if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
         expected = "a whole number" if kind is int else "a number"
         raise UsageError(f"\0{name}\0: expected {expected}; got {value!r}"[:300])
     return kind(value)
 
 
-def choose(options: PredictOptions, header: Header, num_classes: int) -> IntegratorChoice:
+def choose_predictor(options: PredictOptions, header: Header, num_classes: int) -> IntegratorChoice:
     """Return the named integrator, or the posterior's default.
 
     Raises:
         UsageError: it does not fit this posterior, or lacks a given setting.
     """
-    choices, refusals = AskedIntegrators.of(options, [header]).choices(header, num_classes)
+    choices, refusals = RequestedIntegrators.of(options, [header]).choices(header, num_classes)
     if refusals:
         raise refusals[0]
     return choices[0]
@@ -172,10 +172,10 @@ class OpenedPosterior:
             DeviceError: they do not fit into memory.
         """
         with self._session.computing() as run:
-            num = checked_count("num", num)
-            chosen = run.compute.seed if seed is None else checked_number("seed", seed, least=0)
+            num = check_count("num", num)
+            chosen = run.compute.seed if seed is None else check_number("seed", seed, least=0)
             header = self._predictor.header
-            stored = num_stored(header) if header.kind == "samples" else 0
+            stored = count_stored_draws(header) if header.kind == "samples" else 0
             if 0 < stored < num:
                 run.console.warn(f"asked for {num} draws, but {self.name} has only {stored}; returning all of them")
             self._predictor.require_memory(min(num, stored or num), option="num")
@@ -188,7 +188,7 @@ class OpenedPosterior:
         Raises:
             DataError: theta has another shape.
         """
-        with errors_in_python():
+        with convert_errors_to_python():
             shape, num_params = tuple(getattr(theta, "shape", ())), self.layout.num_params
             if not isinstance(theta, torch.Tensor) or shape[-1:] != (num_params,):
                 got = f"shape {shape}" if isinstance(theta, torch.Tensor) else type(theta).__name__
@@ -241,7 +241,7 @@ class LoadedPredictor:
         parts = [self._of(batch) for batch in _inputs_of(x)]
         if not parts:
             raise UsageError("x: expected batches; the DataLoader yields none")
-        return _joined(parts)
+        return _concatenate_batches(parts)
 
     def _of(self, x: Any) -> ClassProbabilities:
         with self._session.computing_as_loaded():
@@ -259,7 +259,7 @@ def _inputs_of(batches: Any) -> Iterator[Any]:
         yield batch[0] if isinstance(batch, tuple | list) and len(batch) and not isinstance(batch[0], str) else batch
 
 
-def _joined(parts: list[ClassProbabilities]) -> ClassProbabilities:
+def _concatenate_batches(parts: list[ClassProbabilities]) -> ClassProbabilities:
     """Concatenate the examples of all batches."""
     first = parts[0]
     found = {spec.name: getattr(first, spec.name) for spec in fields(first)}

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.api.predictions import ClassProbabilities, OpenedPosterior, check_request, choose, predict
+from bnncli.api.predictions import ClassProbabilities, OpenedPosterior, check_request, choose_predictor, predict
 from bnncli.api.session import (
     Items,
     Session,
-    as_items,
-    as_tensor,
     check_finite,
-    checked_features,
-    checked_text,
-    described,
-    errors_in_python,
-    exits_refused,
+    check_text,
+    convert_errors_to_python,
+    convert_feature_dtype,
+    convert_to_items,
+    convert_to_tensor,
+    describe_inputs,
+    guard_user_network,
     is_features,
     is_of_network,
-    network_running,
     open_session,
+    refuse_exits,
 )
 from bnncli.artifacts.files import read_header
 from bnncli.commands.extract_features import ExtractFeaturesOptions
@@ -64,7 +64,7 @@ class InputNetwork(RecordedNetwork):
         """
         split = self.split_of(inputs)
         try:
-            with keep_random_state(), exits_refused(), self.visible():
+            with keep_random_state(), refuse_exits(), self.visible():
                 head = self.network.head(split)
                 self.check_head(head)
                 return self.network.features(split, head, batch_size=BATCH_SIZE, dtype=self.dtype).features
@@ -72,7 +72,7 @@ class InputNetwork(RecordedNetwork):
             if error.code != "wrong_inputs":
                 raise
             expected = f"features, or inputs of the network {self.network.spec!r}"
-            message = f"x: expected {expected}; got {described(inputs)}: {error.message}"
+            message = f"x: expected {expected}; got {describe_inputs(inputs)}: {error.message}"
             raise DataError(message, code="wrong_inputs") from error
 
     def split_of(self, inputs: Tensor | Items) -> InputSplit:
@@ -98,7 +98,9 @@ class InputNetwork(RecordedNetwork):
         transform = self.preprocess.transform
         if transform is None or transform.takes != inputs.items:
             takes = "arrays" if transform is None else transform.takes
-            message = f"x: expected features, or {takes} for the network {self.network.spec!r}; got {described(inputs)}"
+            message = (
+                f"x: expected features, or {takes} for the network {self.network.spec!r}; got {describe_inputs(inputs)}"
+            )
             raise DataError(message, code="wrong_inputs")
 
 
@@ -158,7 +160,7 @@ class OpenedRun:
             DataError: it is damaged, stale, or belongs to another checkpoint.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
-            content = load_split(run, checked_text("name", name)).content
+            content = load_split(run, check_text("name", name)).content
             return SplitArrays(name, content.features, content.labels, tuple(content.classes), content.is_ood)
 
     def posterior(self, name: str, *, allow_stale: bool = False) -> OpenedPosterior:
@@ -173,7 +175,7 @@ class OpenedRun:
             predictor = self._predictor(run, name)
             if predictor.header.kind == "samples":
                 predictor.require_memory(0, option=None)
-            with network_running(predictor):
+            with guard_user_network(predictor):
                 _ = predictor.posterior  # read now, because the file may change later
             return OpenedPosterior(self._session, predictor)
 
@@ -193,8 +195,8 @@ class OpenedRun:
             DataError: they are stale or damaged.
         """
         with self._session.asking(allow_stale=allow_stale) as run:
-            posterior = None if posterior is None else checked_text("posterior", posterior)
-            split = None if split is None else checked_text("split", split)
+            posterior = None if posterior is None else check_text("posterior", posterior)
+            split = None if split is None else check_text("split", split)
             return metrics_of(run, posterior=posterior, split=split)
 
     def features(
@@ -210,9 +212,11 @@ class OpenedRun:
             Untrusted: the network is your own code, and `open` was called without `model`.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
-            given = as_items(inputs)
+            given = convert_to_items(inputs)
             network = self._input_network(run)
-            found: NDArray[np.floating[Any]] = network.features(as_tensor(inputs) if given is None else given).numpy()
+            found: NDArray[np.floating[Any]] = network.features(
+                convert_to_tensor(inputs) if given is None else given
+            ).numpy()
             return found
 
     def predict(
@@ -244,13 +248,13 @@ class OpenedRun:
             Untrusted: the network is your own code, and `open` was called without `model`.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
-            posterior, integrator = _wanted(run, posterior, integrator)
+            posterior, integrator = _choose_posterior(run, posterior, integrator)
             options = check_request(integrator, samples, settings)
             predictor = self._predictor(run, posterior)
             header = predictor.header
-            with network_running(predictor):
+            with guard_user_network(predictor):
                 layout = predictor.posterior.layout
-                choice = choose(options, header, layout.num_classes)
+                choice = choose_predictor(options, header, layout.num_classes)
                 of_network = is_of_network(header)
                 features = (
                     self._inputs(run, x, predictor)
@@ -279,7 +283,7 @@ class OpenedRun:
         from bnncli.api.predictions import LoadedPredictor
 
         with self._session.computing(allow_stale=allow_stale) as run:
-            posterior, integrator = _wanted(run, posterior, integrator)
+            posterior, integrator = _choose_posterior(run, posterior, integrator)
             options = check_request(integrator, samples, settings)
             shared = self._predictor(run, posterior)
             if is_of_network(shared.header):
@@ -288,7 +292,7 @@ class OpenedRun:
                 )
                 raise UsageError(message)
             layout = shared.posterior.layout
-            predictor, choice = replace(shared), choose(options, shared.header, layout.num_classes)
+            predictor, choice = replace(shared), choose_predictor(options, shared.header, layout.num_classes)
             predictor.__dict__["posterior"] = shared.posterior  # shared weights, separate integrator
             predictor.ready(choice)
             classes = tuple(posterior_classes(run.folder, predictor.header))
@@ -307,16 +311,16 @@ class OpenedRun:
 
     def _features(self, opened: Callable[[], InputNetwork], x: Any, num_features: int) -> Tensor:
         """Return features (N, D) from features or inputs."""
-        given = as_items(x)
-        tensor = as_tensor(x) if given is None else given
+        given = convert_to_items(x)
+        tensor = convert_to_tensor(x) if given is None else given
         if not isinstance(tensor, Items) and is_features(tensor, num_features):
-            return checked_features(tensor)
+            return convert_feature_dtype(tensor)
         try:
             network = opened()
         except DataError as error:
             if error.code != "no_network":
                 raise
-            message = f"x: expected floating-point features (N, {num_features}); got {described(tensor)}"
+            message = f"x: expected floating-point features (N, {num_features}); got {describe_inputs(tensor)}"
             raise DataError(f"{message}; {error.message}", hint=error.hint, code="bad_shape") from None
         features = network.features(tensor)
         if features.shape[1] != num_features:
@@ -330,8 +334,8 @@ class OpenedRun:
         if isinstance(x, str) and x in self.splits:
             return predictor.train.seen_by(predictor.header, load_split(run, x)).stored
         network = self._input_network(run)
-        given = as_items(x)
-        tensor = as_tensor(x) if given is None else given
+        given = convert_to_items(x)
+        tensor = convert_to_tensor(x) if given is None else given
         try:
             return reader.given_inputs(network.split_of(tensor), layout)
         except DataError as error:
@@ -341,7 +345,7 @@ class OpenedRun:
                 f"inputs of the network {network.network.spec!r}, because the posterior covers other layers than "
                 "the last"
             )
-            message = f"x: expected {expected}; got {described(tensor)}: {error.message}"
+            message = f"x: expected {expected}; got {describe_inputs(tensor)}: {error.message}"
             raise DataError(message, code="wrong_inputs") from error
 
     def _layers_network(self, run: Run) -> RecordedNetwork:
@@ -353,7 +357,7 @@ class OpenedRun:
     def _predictor(self, run: Run, name: str) -> Predictor:
         """Return the predictor of a posterior, reused while its file and that of train are unchanged."""
         self._forget_other_weights()
-        path = find_named(run, checked_text("posterior", name), flag="\0posterior\0", otherwise=run.suggest("status"))
+        path = find_named(run, check_text("posterior", name), flag="\0posterior\0", otherwise=run.suggest("status"))
         header, _ = posterior_source(run, path, "posterior")
         train = _train_digest(run)
         known, known_train = self._predictors.get(path, (None, None))
@@ -390,7 +394,7 @@ class OpenedRun:
             self._predictors.clear()
 
 
-def _wanted(run: Run, posterior: str | None, integrator: str | None) -> tuple[str, str | None]:
+def _choose_posterior(run: Run, posterior: str | None, integrator: str | None) -> tuple[str, str | None]:
     """Return auto's recommendation if neither was named, like `bnncli predict`; else the posterior, laplace by default."""
     if posterior is None and integrator is None and (found := recommended(run)) is not None:
         return found.posterior, found.integrator
@@ -414,6 +418,6 @@ def open_run(
     model: str | None,
 ) -> OpenedRun:
     """Open the run of a checkpoint for `bnncli.open`."""
-    with errors_in_python():
-        model = None if model is None else checked_text("model", model)
+    with convert_errors_to_python():
+        model = None if model is None else check_text("model", model)
     return OpenedRun(open_session(ckpt, run_dir, device=device, seed=seed), model)

@@ -31,7 +31,7 @@ from bnncli.options.command import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.declaration import spelled
+from bnncli.options.declaration import spell_options
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.session.run import Run
 from bnncli.system.devices import configure_torch, device_name, keep_random_state, keep_settings, select_device
@@ -48,13 +48,13 @@ def is_of_network(header: Header) -> bool:
     return header.meta.get("layers") is not None
 
 
-def network_running(predictor: Predictor) -> AbstractContextManager[object]:
+def guard_user_network(predictor: Predictor) -> AbstractContextManager[object]:
     """Return a context to open or use a posterior over other layers, whose network may be user code; empty for others."""
     if not is_of_network(predictor.header):
         return nullcontext()
     found = ExitStack()
     found.enter_context(keep_random_state())
-    found.enter_context(exits_refused())
+    found.enter_context(refuse_exits())
     found.enter_context(predictor.train.reader.recorded.visible())
     return found
 
@@ -64,11 +64,11 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 def keywords(text: str) -> str:
     """Replace options in a message by keywords, such as samples."""
-    return str(spelled(text, str))
+    return str(spell_options(text, str))
 
 
 @contextmanager
-def errors_in_python() -> Iterator[None]:
+def convert_errors_to_python() -> Iterator[None]:
     """Convert bnncli errors that leave the block to Python wording, with the hint as a note in the traceback.
 
     Ctrl-C is not an error: if the signal handler is not ours, it is raised as KeyboardInterrupt, also from user code.
@@ -100,7 +100,7 @@ def _say(error: BnnError) -> None:
 
 
 @contextmanager
-def exits_refused() -> Iterator[None]:
+def refuse_exits() -> Iterator[None]:
     """Raise UsageError if code in the block calls exit(), as a command does, instead of ending the process."""
     try:
         yield
@@ -156,13 +156,13 @@ def _depth_of_caller() -> int:
 _WHERE = "x"  # name of the argument
 
 
-def as_tensor(x: Any) -> Tensor:
+def convert_to_tensor(x: Any) -> Tensor:
     """Return the tensor (N, ...) of the caller's array, on its device and in its type.
 
     Raises:
         DataError: it is not an array of numbers, has fewer than two axes, or no examples.
     """
-    tensor = _plain(x) if isinstance(x, torch.Tensor) else _of_array(x)
+    tensor = _plain(x) if isinstance(x, torch.Tensor) else _convert_array(x)
     if tensor.ndim < 2:
         message = f"{_WHERE}: expected features (N, D) or inputs (N, ...); got shape {tuple(tensor.shape)}"
         raise DataError(message, hint="for a single example, pass x[None] (N = 1)", code="bad_shape")
@@ -198,7 +198,7 @@ class Items:
         """Return None: identity would require reading everything."""
 
 
-def as_items(x: Any) -> Items | None:
+def convert_to_items(x: Any) -> Items | None:
     """Return the caller's texts, images or audio; None for anything else.
 
     Raises:
@@ -229,7 +229,7 @@ def is_features(tensor: Tensor, num_features: int) -> bool:
     return tensor.ndim == 2 and tensor.shape[1] == num_features and tensor.is_floating_point()
 
 
-def checked_features(features: Tensor) -> Tensor:
+def convert_feature_dtype(features: Tensor) -> Tensor:
     """Return features (N, D) in float16 or float32.
 
     Raises:
@@ -254,7 +254,7 @@ def check_finite(tensor: Tensor) -> None:
         raise DataError(message, hint="drop them: x[np.isfinite(x).all(axis=1)]", code="not_finite")
 
 
-def described(inputs: Tensor | Items) -> str:
+def describe_inputs(inputs: Tensor | Items) -> str:
     """Return shape and type of an array, or the number of texts, images or clips, for messages."""
     if isinstance(inputs, Items):
         return f"{len(inputs)} {'clips' if inputs.items == 'audio' else inputs.items}"
@@ -263,26 +263,26 @@ def described(inputs: Tensor | Items) -> str:
 
 def _plain(x: Tensor) -> Tensor:
     if x.is_nested or x.is_meta or x.layout is not torch.strided or x.is_quantized:
-        raise _no_numbers("a sparse, nested, quantized or meta tensor")
+        raise _not_numeric_error("a sparse, nested, quantized or meta tensor")
     if x.is_complex() or x.dtype == torch.bool:
-        raise _no_numbers(f"a tensor of type {str(x.dtype).removeprefix('torch.')}")
+        raise _not_numeric_error(f"a tensor of type {str(x.dtype).removeprefix('torch.')}")
     return x.detach()
 
 
-def _of_array(x: Any) -> Tensor:
+def _convert_array(x: Any) -> Tensor:
     try:
         array = np.asarray(x)
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise _no_numbers(type(x).__name__) from None
+        raise _not_numeric_error(type(x).__name__) from None
     if np.ma.is_masked(x):
-        raise _no_numbers("a masked array: fill it, or drop the masked rows")
+        raise _not_numeric_error("a masked array: fill it, or drop the masked rows")
     if array.dtype.kind not in "fui":
-        raise _no_numbers(f"{type(x).__name__} of type {array.dtype}" if array.ndim else type(x).__name__)
+        raise _not_numeric_error(f"{type(x).__name__} of type {array.dtype}" if array.ndim else type(x).__name__)
     native = array.astype(np.float64 if array.dtype.itemsize > 8 else array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(np.require(native, requirements=("C", "W")))  # torch rejects read-only arrays
 
 
-def _no_numbers(what: str) -> DataError:
+def _not_numeric_error(what: str) -> DataError:
     return DataError(f"{_WHERE}: expected a numeric array or tensor; got {what}", code="bad_dtype")
 
 
@@ -315,7 +315,7 @@ class Session:
 
         Calls from other threads wait, because permissions apply to one call only.
         """
-        with self._lock, errors_in_python(), remember_checks():
+        with self._lock, convert_errors_to_python(), remember_checks():
             self._look_where_we_are()
             state = _state_of(self._run.checkpoint_path)
             if state != self._state:
@@ -336,7 +336,7 @@ class Session:
     @contextmanager
     def computing_as_loaded(self) -> Iterator[None]:
         """Return a context for a call that computes with loaded objects and reads no files."""
-        with self._lock, errors_in_python(), keep_settings():
+        with self._lock, convert_errors_to_python(), keep_settings():
             configure_torch(threads=None, deterministic=False)
             yield
 
@@ -346,7 +346,7 @@ class Session:
 
     def _look_where_we_are(self) -> None:
         """Reset the session if the process has changed its folder."""
-        here = _here()
+        here = _find_current_folder()
         if here != self._here:
             self._here = here
             self._run, self._state = self._begun(), None
@@ -372,9 +372,9 @@ def open_session(ckpt: str | PathLike[str], run_dir: str | PathLike[str] | None,
         UsageError: an argument has the wrong type.
         DeviceError: a named device is not available.
     """
-    with errors_in_python():
+    with convert_errors_to_python():
         folder = None if run_dir is None else _path("run_dir", run_dir)
-        device, seed = checked_text("device", device), checked_number("seed", seed, least=0)
+        device, seed = check_text("device", device), check_number("seed", seed, least=0)
         if device != "auto":
             device_name(device)
         session = Session(_path("ckpt", ckpt), folder, device=device, seed=seed)
@@ -392,19 +392,19 @@ def _require_run(run: Run) -> None:
 MOST = 2**31 - 1  # largest count
 
 
-def checked_count(name: str, value: object) -> int:
+def check_count(name: str, value: object) -> int:
     """Return an argument as a positive integer.
 
     Raises:
         UsageError: it is not one, or too large.
     """
-    count = checked_number(name, value, least=1)
+    count = check_number(name, value, least=1)
     if count > MOST:
         raise UsageError(f"{name}: expected a whole number of at most {MOST}; got {count}"[:300])
     return count
 
 
-def checked_number(name: str, value: object, *, least: int) -> int:
+def check_number(name: str, value: object, *, least: int) -> int:
     """Return an argument, a Python or NumPy integer, as an int.
 
     Raises:
@@ -417,7 +417,7 @@ def checked_number(name: str, value: object, *, least: int) -> int:
     return int(value)
 
 
-def checked_text(name: str, value: object) -> str:
+def check_text(name: str, value: object) -> str:
     """Return an argument as text.
 
     Raises:
@@ -441,7 +441,7 @@ def _path(name: str, value: str | PathLike[str]) -> str:
     return path
 
 
-def _here() -> str | None:
+def _find_current_folder() -> str | None:
     """Return the current folder; None if it no longer exists."""
     try:
         return os.getcwd()

@@ -129,7 +129,7 @@ def publish_together(before: Callable[[Sequence[Path]], None]) -> Iterator[None]
             try:
                 _take_name(waiting[-1])
             except BnnError as error:
-                raise _said_of_all(error, len(targets) - len(waiting), len(targets)) from None
+                raise _describe_partial_publish(error, len(targets) - len(waiting), len(targets)) from None
             waiting.pop()
         for folder in dict.fromkeys(target.parent for target in targets):
             _sync_name(next(target for target in targets if target.parent == folder))
@@ -138,7 +138,7 @@ def publish_together(before: Callable[[Sequence[Path]], None]) -> Iterator[None]
             _remove(file.temporary)
 
 
-def _said_of_all(error: BnnError, num_there: int, num_files: int) -> BnnError:
+def _describe_partial_publish(error: BnnError, num_there: int, num_files: int) -> BnnError:
     """Return the error for one of several files, stating if others have already been renamed."""
     if num_there:
         there = f"{num_there} of {num_files} related files were already written: run the command again"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bnncli.artifacts.atomic import publish_bytes
-from bnncli.artifacts.headers import MAX_JSON_BYTES, SCHEMA, Header, check_header, parse_document, with_digest
+from bnncli.artifacts.headers import MAX_JSON_BYTES, SCHEMA, Header, add_digest, check_header, parse_document
 from bnncli.artifacts.posteriors import METADATA_KEY, read_tensors
 from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.models.onnx_files import fields_of
@@ -31,7 +31,7 @@ _METADATA_FIELD = 14  # of ModelProto
 _ENTRY = METADATA_KEY.encode()
 
 
-class _Found(NamedTuple):
+class _FileContent(NamedTuple):
     """A file's header, and its content by part."""
 
     text: bytes
@@ -50,8 +50,8 @@ def write_export(
         "provenance": dict(provenance),
         "meta": dict(meta),
     }
-    text = canonical_json(with_digest(document)).encode()
-    whole = _archive_with(content, text) if content.startswith(EXPORT_MAGIC[0]) else content + _entry(text)
+    text = canonical_json(add_digest(document)).encode()
+    whole = _build_archive(content, text) if content.startswith(EXPORT_MAGIC[0]) else content + _entry(text)
     publish_bytes(target, whole, may_replace=may_replace)
     return digest
 
@@ -63,7 +63,7 @@ def read_export_header(path: Path) -> Header:
         MissingInput: there is no such file.
         DataError: it is not bnncli's, or damaged.
     """
-    return _header(path, _found(path, is_whole=False).text)
+    return _header(path, _read_content(path, is_whole=False).text)
 
 
 def check_export(path: Path) -> Header:
@@ -72,7 +72,7 @@ def check_export(path: Path) -> Header:
         is_tensors = stream.read(9)[8:] == b"{"
     if is_tensors:
         return read_tensors(path, kind=KIND)[1]
-    found = _found(path, is_whole=True)
+    found = _read_content(path, is_whole=True)
     header = _header(path, found.text)
     if _digest(found.parts, header.meta) != header.content_digest:
         message = f"{path}: its content does not match its digest"
@@ -82,7 +82,7 @@ def check_export(path: Path) -> Header:
 
 def _header(path: Path, text: bytes) -> Header:
     document = parse_document(path, text)
-    if canonical_json(with_digest(document)).encode() != text:
+    if canonical_json(add_digest(document)).encode() != text:
         raise DataError(f"{path}: its header does not match its digest", code="bad_header", path=path)
     header = check_header(
         path, *(document.get(name) for name in ("kind", "schema", "content_digest", "provenance", "meta"))
@@ -92,15 +92,15 @@ def _header(path: Path, text: bytes) -> Header:
     return header
 
 
-def _found(path: Path, *, is_whole: bool) -> _Found:
+def _read_content(path: Path, *, is_whole: bool) -> _FileContent:
     """Return a file's header, and its content if requested."""
     try:
         with open_regular(path) as stream:
             if stream.read(4) == EXPORT_MAGIC[0]:
                 with zipfile.ZipFile(stream) as archive:
-                    return _in_archive(path, archive, is_whole=is_whole)
+                    return _read_archive(path, archive, is_whole=is_whole)
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return _in_graph(path, content, is_whole=is_whole)
+                return _read_graph(path, content, is_whole=is_whole)
     except (zipfile.BadZipFile, ValueError, IndexError, EOFError, NotImplementedError, RuntimeError) as error:
         why = " ".join(str(error).split())[:80]
         raise DataError(
@@ -108,28 +108,28 @@ def _found(path: Path, *, is_whole: bool) -> _Found:
         ) from error
 
 
-def _in_archive(path: Path, archive: zipfile.ZipFile, *, is_whole: bool) -> _Found:
+def _read_archive(path: Path, archive: zipfile.ZipFile, *, is_whole: bool) -> _FileContent:
     names = archive.namelist()
     own = [name for name in names if name.partition("/")[2] == _EXTRA]
     if len(own) != 1 or len(set(names)) != len(names) or archive.getinfo(own[0]).file_size > MAX_JSON_BYTES:
-        raise _not_ours(path)
+        raise _foreign_file_error(path)
     parts = {name: archive.read(name) for name in names if name != own[0]} if is_whole else {}
-    return _Found(archive.read(own[0]), parts)
+    return _FileContent(archive.read(own[0]), parts)
 
 
-def _in_graph(path: Path, content: mmap.mmap, *, is_whole: bool) -> _Found:
+def _read_graph(path: Path, content: mmap.mmap, *, is_whole: bool) -> _FileContent:
     fields = list(fields_of(content, 0, len(content)))
     if not fields or fields[-1][0] != _METADATA_FIELD:
-        raise _not_ours(path)
+        raise _foreign_file_error(path)
     _, start, end = fields[-1]
     entry = {number: content[low:high] for number, low, high in fields_of(content, start, end)}
     if entry.get(1) != _ENTRY or 2 not in entry:
-        raise _not_ours(path)
+        raise _foreign_file_error(path)
     begin = len(content) - len(_entry(entry[2]))
-    return _Found(entry[2], {"graph": content[:begin]} if is_whole else {})
+    return _FileContent(entry[2], {"graph": content[:begin]} if is_whole else {})
 
 
-def _not_ours(path: Path) -> DataError:
+def _foreign_file_error(path: Path) -> DataError:
     return DataError(f"{path} is not a model exported by bnncli", code="not_an_artifact", path=path)
 
 
@@ -146,7 +146,7 @@ def _digest(parts: Mapping[str, bytes], meta: Mapping[str, Any]) -> str:
     return tensor_digest({name: np.frombuffer(part, dtype=np.uint8) for name, part in described.items()})
 
 
-def _archive_with(content: bytes, text: bytes) -> bytes:
+def _build_archive(content: bytes, text: bytes) -> bytes:
     """Add a member without date to a torch archive."""
     stream = io.BytesIO(content)
     with zipfile.ZipFile(stream, "a") as archive:

@@ -21,7 +21,7 @@ from bnncli.artifacts.atomic import publish_bytes
 from bnncli.artifacts.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, read_texts, write_hdf5
 from bnncli.artifacts.headers import Header
 from bnncli.errors import BnnError, DataError
-from bnncli.likelihoods import BINARY, MULTILABEL, has_exclusive_classes, name_to_record, recorded_name
+from bnncli.likelihoods import BINARY, MULTILABEL, has_exclusive_classes, name_to_record, read_recorded_name
 from bnncli.numerics.digests import canonical_json, tensor_digest
 
 CHECK_ROWS = 256
@@ -143,7 +143,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureFile:
         names=arrays.get("sample_name"),
         num_truncated=header.meta.get("num_truncated"),
         head_notes=tuple(header.meta.get("head_notes", ())),
-        likelihood=recorded_name(header.meta),
+        likelihood=read_recorded_name(header.meta),
     )
     check_split(path, split)
     return split

@@ -10,8 +10,8 @@ from typing import Any
 
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.artifacts.exports import EXPORT_MAGIC, read_export_header
-from bnncli.artifacts.headers import SCHEMA, Header, check_header, check_is_file, parse_document, with_digest
-from bnncli.artifacts.known_files import is_settled, known_header, remember_header, state_of
+from bnncli.artifacts.headers import SCHEMA, Header, add_digest, check_header, check_is_file, parse_document
+from bnncli.artifacts.known_files import is_settled, recall_header, remember_header, state_of
 from bnncli.artifacts.posteriors import read_posterior_header
 from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.numerics.digests import json_sha256
@@ -38,12 +38,12 @@ def write_metrics(
         **meta,
         "provenance": dict(provenance),
     }
-    publish_bytes(target, _text(document), may_replace=may_replace)
+    publish_bytes(target, _encode_document(document), may_replace=may_replace)
     return digest
 
 
-def _text(document: Mapping[str, Any]) -> bytes:
-    return (json.dumps(with_digest(document), sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+def _encode_document(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(add_digest(document), sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _digest(meta: Mapping[str, Any]) -> str:
@@ -84,7 +84,7 @@ def read_metrics(path: Path) -> Header:
     if header.kind != "metrics":
         raise DataError(f"{path}: expected metrics, got {header.kind}", code="wrong_kind", path=path)
     # Two texts can encode the same number: the text must be byte for byte as written.
-    if _digest(header.meta) != header.content_digest or _text(document) != text:
+    if _digest(header.meta) != header.content_digest or _encode_document(document) != text:
         raise DataError(f"{path}: its content does not match its digest", code="digest_mismatch", path=path)
     return header
 
@@ -101,7 +101,7 @@ def read_header(path: Path) -> Header:
     check_is_file(path)
     with convert_read_errors(path):
         before = state_of(path.stat())
-    known: Header | None = known_header(before)
+    known: Header | None = recall_header(before)
     if known is not None:
         return replace(known, path=path)
     is_settled_file, header = is_settled(before), _read_header(path)

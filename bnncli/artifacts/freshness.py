@@ -41,7 +41,7 @@ def partial_replacement(header: Header) -> Header | None:
     return None
 
 
-def mismatched_split(header: Header) -> tuple[Header, str] | None:
+def find_mismatched_split(header: Header) -> tuple[Header, str] | None:
     """Return the newest other split of the run that does not match this one, and why.
 
     Splits of another checkpoint are stale for that reason; imported features (--from-npz) have no such parameters.
@@ -61,14 +61,14 @@ def mismatched_split(header: Header) -> tuple[Header, str] | None:
         return None
     newest = max(found, key=lambda other: str(other.provenance.get("created_at")))
     name = differing_names(newest.provenance["params"], shared)[0]
-    there, here = (_shown(one.provenance["params"].get(name)) for one in (newest, header))
+    there, here = (_format_value(one.provenance["params"].get(name)) for one in (newest, header))
     return (
         newest,
         f"split {newest.path.stem!r} used \0{name}\0 {there}, split {header.path.stem!r} used {here}",
     )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value in (None, [], "") else str(value)
 
 
@@ -220,9 +220,9 @@ def decide(
     header = _header_or_refuse(target, kind, force)
     if header is None or force:
         return Decision("replace", "\0force\0", header)
-    recorded = _recorded_params(header)
-    if params_hash(_chosen(recorded)) != params_hash(_chosen(params)):
-        why = why_anew(_chosen(recorded))
+    recorded = _upgrade_params(header)
+    if params_hash(_select_user_params(recorded)) != params_hash(_select_user_params(params)):
+        why = why_anew(_select_user_params(recorded))
         if why is not None:
             return Decision("replace", why, header)
         different = differences(recorded, params)
@@ -251,20 +251,24 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
     except BnnError as error:
         if force and carries_our_mark(target):
             return None
-        hint = "add \0force\0 to replace it" if carries_our_mark(target) else f"move it away, or {_elsewhere(kind)}"
+        hint = (
+            "add \0force\0 to replace it"
+            if carries_our_mark(target)
+            else f"move it away, or {_advise_other_place(kind)}"
+        )
         raise OutputExists(
             f"{target} already exists and cannot be used: {error.message}", hint=hint, path=target
         ) from None
     if header.kind != kind:
         raise OutputExists(
             f"{target} already exists and is of kind {header.kind}, expected {kind}",
-            hint=_elsewhere(kind),
+            hint=_advise_other_place(kind),
             path=target,
         )
     return header
 
 
-def _elsewhere(kind: str) -> str:
+def _advise_other_place(kind: str) -> str:
     """Return how to write an artifact of a kind to another place."""
     places = {"checkpoint": "give another CKPT", "features": "use \0run_dir\0"}
     return places.get(kind, "use \0name\0 or \0out\0")
@@ -284,7 +288,7 @@ def carries_our_mark(target: Path) -> bool:
     )
 
 
-def _recorded_params(header: Header) -> Mapping[str, Any]:
+def _upgrade_params(header: Header) -> Mapping[str, Any]:
     """Return the parameters of an artifact as they would be recorded today.
 
     Feature files once recorded the number of rows, a property of the data; requested rows (@N) are part of the source.
@@ -299,7 +303,7 @@ def _recorded_params(header: Header) -> Mapping[str, Any]:
     return params
 
 
-def _chosen(params: Mapping[str, Any]) -> dict[str, Any]:
+def _select_user_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters chosen by the user; a model's preprocessing changes with its files."""
     return {name: value for name, value in params.items() if name != "transform"}
 
@@ -310,14 +314,14 @@ def differences(
     """Return the options that differ with both values, such as `mean: existing=none, requested='0.1918'`."""
     first, second = labels
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-    found = (f"{name}: {first}={_shown_option(old, name)}, {second}={_shown_option(new, name)}" for name in names)
+    found = (f"{name}: {first}={_format_option(old, name)}, {second}={_format_option(new, name)}" for name in names)
     return "; ".join(found) or "other options"
 
 
-def _shown_option(params: Mapping[str, Any], name: str) -> str:
+def _format_option(params: Mapping[str, Any], name: str) -> str:
     value = params.get(name)
     if isinstance(value, Mapping):
-        return " ".join(f"{key} {_shown_option(value, key)}" for key in value)
+        return " ".join(f"{key} {_format_option(value, key)}" for key in value)
     return "none" if value in (None, [], "") else str(value) if not isinstance(value, str) else repr(value)
 
 
@@ -412,7 +416,7 @@ def _staleness_of_features(header: Header) -> Stale | None:
     newer = newer_request(header)
     if newer is not None:
         return Stale(newer, partial_replacement(header))
-    mixed = mismatched_split(header)
+    mixed = find_mismatched_split(header)
     if mixed is None:
         return None
     other, why = mixed

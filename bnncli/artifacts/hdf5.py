@@ -26,7 +26,7 @@ from bnncli.artifacts.known_files import (
     State,
     is_checked,
     is_settled,
-    known_header,
+    recall_header,
     remember,
     remember_header,
     state_of,
@@ -206,7 +206,7 @@ def write_hdf5(
     """
     digest = content_digest(arrays, texts, meta)
     marks = {"bnncli_kind": kind, "bnncli_schema": SCHEMA, "bnncli_content_digest": digest}
-    arrays = {name: _marked(array) for name, array in arrays.items()}
+    arrays = {name: _mark_encoding(array) for name, array in arrays.items()}
     documents = {**texts, _META: canonical_json(meta), _PROVENANCE: canonical_json(provenance)}
 
     def fill(file: h5py.File) -> None:
@@ -231,7 +231,7 @@ def write_hdf5(
     return digest
 
 
-def _marked(array: Array) -> Array:
+def _mark_encoding(array: Array) -> Array:
     """Return the array as stored: fixed-length bytes are marked as UTF-8."""
     return array.view(h5py.string_dtype("utf-8", array.dtype.itemsize)) if array.dtype.kind == "S" else array
 
@@ -298,7 +298,7 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
         try:
             yield file
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-            raise _damaged(path, error) from None
+            raise _damage_error(path, error) from None
 
 
 def _check_whole(path: Path, file: h5py.File, *, has_seal: bool) -> None:
@@ -307,12 +307,12 @@ def _check_whole(path: Path, file: h5py.File, *, has_seal: bool) -> None:
         check_objects(path, file.id)
         complete = file.attrs.get("bnncli_complete", 0)
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError) as error:
-        raise _damaged(path, error) from None
+        raise _damage_error(path, error) from None
     if not has_seal or not isinstance(complete, int | np.integer) or complete != 1:
         raise DataError(f"{path} is incomplete, or not a bnncli artifact", code="incomplete", path=path)
 
 
-def _damaged(path: Path, error: BaseException) -> DataError:
+def _damage_error(path: Path, error: BaseException) -> DataError:
     """Return the error for content that the HDF5 library cannot parse. Raises if the operating system is to blame."""
     _raise_if_unreadable(path, error)
     what = " ".join(str(error).split())[:120]
@@ -341,7 +341,7 @@ def read_texts(file: h5py.File, name: str) -> list[str]:
 def header_of(path: Path, file: h5py.File) -> Header:
     """Return the header of an open artifact; once per unchanged file and command."""
     before = _state(file)
-    known: Header | None = None if before is None else known_header(before)
+    known: Header | None = None if before is None else recall_header(before)
     if known is not None:
         return replace(known, path=path)
     header = _read_header(path, file)

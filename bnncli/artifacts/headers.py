@@ -26,7 +26,7 @@ _LARGEST = 1 << 53  # integers that JSON readers agree on
 Check = Callable[[Any], bool]
 
 
-def odd_field(kind: str, provenance: Mapping[str, Any], meta: Mapping[str, Any]) -> str | None:
+def find_invalid_field(kind: str, provenance: Mapping[str, Any], meta: Mapping[str, Any]) -> str | None:
     """Return the first required field that is missing or has the wrong type; None if all are valid."""
     for part, checks, optional in (
         (provenance, _PROVENANCE, _PROVENANCE_IF_THERE),
@@ -223,13 +223,13 @@ def check_header(path: Path, kind: Any, schema: Any, digest: Any, provenance: An
         raise DataError(f"{path}: schema {schema} is older than {SCHEMA}", code="old_schema", path=path)
     if not is_text(digest) or not isinstance(provenance, dict) or not isinstance(meta, dict):
         raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
-    if (field := odd_field(kind, provenance, meta)) is not None:
+    if (field := find_invalid_field(kind, provenance, meta)) is not None:
         raise DataError(f"{path}: its header is damaged: field {field!r} is invalid", code="bad_header", path=path)
     return Header(path, kind, schema, digest, provenance, meta)
 
 
 @contextmanager
-def interpreting(path: Path) -> Iterator[None]:
+def convert_lookup_errors(path: Path) -> Iterator[None]:
     """Treat failed lookups of header fields inside the block as damage to the file, not as bugs.
 
     Raises:
@@ -282,7 +282,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
+def add_digest(document: Mapping[str, Any]) -> dict[str, Any]:
     """Add a digest of the whole document, including provenance, to detect any damage."""
     return {**document, "document_sha256": json_sha256(document)}
 

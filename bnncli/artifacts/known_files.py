@@ -16,24 +16,24 @@ State = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CheckedFiles:
     """States of files that were checked, and headers by state."""
 
     checked: set[State] = field(default_factory=set)
     headers: dict[State, Any] = field(default_factory=dict)
 
 
-_KNOWN: ContextVar[_Known | None] = ContextVar("known", default=None)
+_CHECKED_FILES: ContextVar[_CheckedFiles | None] = ContextVar("known", default=None)
 
 
 @contextmanager
 def remember_checks() -> Iterator[None]:
     """Within, a file that was checked and has not changed since need not be checked again; without, nothing is kept."""
-    token = _KNOWN.set(_Known())
+    token = _CHECKED_FILES.set(_CheckedFiles())
     try:
         yield
     finally:
-        _KNOWN.reset(token)
+        _CHECKED_FILES.reset(token)
 
 
 def state_of(found: os.stat_result) -> State:
@@ -43,7 +43,7 @@ def state_of(found: os.stat_result) -> State:
 
 def is_checked(state: State) -> bool:
     """Whether this command has checked the file in this state."""
-    known = _KNOWN.get()
+    known = _CHECKED_FILES.get()
     return known is not None and state in known.checked
 
 
@@ -55,19 +55,19 @@ def is_settled(state: State) -> bool:
 
 def remember(state: State) -> None:
     """Take note that the file was checked; its state was settled before the check began."""
-    known = _KNOWN.get()
+    known = _CHECKED_FILES.get()
     if known is not None:
         known.checked.add(state)
 
 
-def known_header(state: State) -> Any:
+def recall_header(state: State) -> Any:
     """The header that was read from the file in this state; None where this command has read none."""
-    known = _KNOWN.get()
+    known = _CHECKED_FILES.get()
     return None if known is None else known.headers.get(state)
 
 
 def remember_header(state: State, header: Any) -> None:
     """Keep a header; the file's state was settled before it was read, and is the same after."""
-    known = _KNOWN.get()
+    known = _CHECKED_FILES.get()
     if known is not None:
         known.headers[state] = header

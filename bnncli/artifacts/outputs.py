@@ -105,7 +105,7 @@ def check_page_path(
         hint = f"create the folder, or choose another place with {flag}"
         raise OutputExists(f"{flag}: no folder {folder}", hint=hint, code="not_writable", path=folder)
     check_side_output(target, flag, "report", is_ours=_is_our_page, force=force, others=others)
-    recorded = _recorded(target)
+    recorded = _read_page_options(target)
     if recorded is not None and recorded != options and not force:
         raise OutputExists(
             f"{target} already exists with other options ({differences(recorded, options)})",
@@ -114,7 +114,7 @@ def check_page_path(
         )
 
 
-def _recorded(path: Path) -> dict[str, Any] | None:
+def _read_page_options(path: Path) -> dict[str, Any] | None:
     """Return the options recorded in a page; None if there is none, or it has no record."""
     if not path.is_file():
         return None
@@ -262,7 +262,7 @@ def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) 
     """Return the cells of a column, or of each CSV column that it has."""
     if values.ndim == 2 and name not in JOINED and name not in block.sets:
         return [_numbers(column) for column in values.T]
-    cells = _joined(values, classes) if name in block.sets else _cells(name, values, classes)
+    cells = _join_classes(values, classes) if name in block.sets else _cells(name, values, classes)
     is_text = name in (NAME, *JOINED, *CLASS_COLUMNS) or name in block.sets
     return [list(map(escape_formula, cells)) if is_text and not block.is_raw else cells]
 
@@ -293,17 +293,17 @@ def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:
     if name == NAME:
         return [value.decode() for value in values.tolist()]
     if name == TOP_K:
-        return [";".join(_escaped(classes[k]) for k in row if k >= 0) for row in values.tolist()]
+        return [";".join(_escape_separators(classes[k]) for k in row if k >= 0) for row in values.tolist()]
     if name == PREDICTED and values.ndim == 2:
-        return _joined(values, classes)
+        return _join_classes(values, classes)
     if name in CLASS_COLUMNS:
         return [classes[k] if k >= 0 else "" for k in values.tolist()]
     return _numbers(values)
 
 
-def _joined(values: Array, classes: Sequence[str]) -> list[str]:
+def _join_classes(values: Array, classes: Sequence[str]) -> list[str]:
     """Join the names of the classes marked in each row into one cell."""
-    escaped = [_escaped(one) for one in classes]
+    escaped = [_escape_separators(one) for one in classes]
     return [";".join(escaped[k] for k in np.flatnonzero(row > 0)) for row in values]
 
 
@@ -314,7 +314,7 @@ def _numbers(values: Array) -> list[str]:
     return ["" if value == -1 else str(value) for value in values.tolist()]
 
 
-def _escaped(name: str) -> str:
+def _escape_separators(name: str) -> str:
     """Escape semicolons and backslashes in a class name within a list."""
     return name.replace("\\", "\\\\").replace(";", "\\;")
 
@@ -336,12 +336,12 @@ def _write_npz(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str])
             _write_texts(archive, name, [origin[axis] for origin in origins], counts)
         for name, parts in columns.items():
             with _member(archive, name) as stream:
-                joined = np.concatenate(_padded(parts) if name == TOP_K else parts)
+                joined = np.concatenate(_pad_parts(parts) if name == TOP_K else parts)
                 joined = np.char.decode(joined, "utf-8") if name == NAME else joined
                 np.lib.format.write_array(stream, joined, allow_pickle=False)
 
 
-def _padded(parts: list[Array]) -> list[Array]:
+def _pad_parts(parts: list[Array]) -> list[Array]:
     width = max(part.shape[1] for part in parts)
     return [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1) for part in parts]
 

@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.artifacts.atomic import publish_bytes
-from bnncli.artifacts.headers import (
-    SCHEMA,
-    Header,
-    check_header,
-    check_is_file,
-    parse_document,
-    parse_json,
-    with_digest,
-)
+from bnncli.artifacts.headers import SCHEMA, Header, add_digest, check_header, check_is_file, parse_document, parse_json
 from bnncli.errors import DAMAGED_HINT, BnnError, DataError
 from bnncli.evaluation.decisions import Rule, from_arrays, to_arrays
 from bnncli.numerics.digests import canonical_json, tensor_digest
@@ -75,7 +67,7 @@ def write_tensors(
         "meta": dict(meta),
     }
     publish_bytes(
-        target, save(stored, metadata={METADATA_KEY: canonical_json(with_digest(document))}), may_replace=may_replace
+        target, save(stored, metadata={METADATA_KEY: canonical_json(add_digest(document))}), may_replace=may_replace
     )
     return digest
 
@@ -180,7 +172,7 @@ def read_document(path: Path) -> dict[str, Any]:
     text = str(metadata[METADATA_KEY])
     document = parse_document(path, text)
     # Two texts can encode the same number: the text must be byte for byte as written.
-    if '"document_sha256"' in text and canonical_json(with_digest(document)) != text:
+    if '"document_sha256"' in text and canonical_json(add_digest(document)) != text:
         raise DataError(f"{path}: its header does not match its digest", code="bad_header", path=path)
     try:
         ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
@@ -291,7 +283,7 @@ def read_trained(path: Path) -> tuple[dict[str, Tensor], Header]:
     return read_tensors(path, kind=TRAINED_KIND)
 
 
-def trained_header(path: Path) -> Header | None:
+def read_trained_header(path: Path) -> Header | None:
     """Return the header of a trained checkpoint; None if train did not write it, or it is unreadable."""
     try:
         with open(path, "rb") as stream:
@@ -304,5 +296,5 @@ def trained_header(path: Path) -> Header | None:
 
 def gradient_passes(path: Path) -> int | None:
     """Return the gradient passes over the data up to this checkpoint; None if not recorded."""
-    header = trained_header(path)
+    header = read_trained_header(path)
     return None if header is None else header.meta.get("gradient_passes")

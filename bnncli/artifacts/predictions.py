@@ -12,7 +12,7 @@ import numpy as np
 from bnncli.artifacts.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, write_hdf5
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError
-from bnncli.likelihoods import has_exclusive_classes, recorded_name
+from bnncli.likelihoods import has_exclusive_classes, read_recorded_name
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PredictionFile:
     @property
     def is_exclusive(self) -> bool:
         """Return whether classes are mutually exclusive; for a file, from its header."""
-        return self.header is None or has_exclusive_classes(recorded_name(self.header.meta))
+        return self.header is None or has_exclusive_classes(read_recorded_name(self.header.meta))
 
 
 # Optional arrays, with their shapes.
@@ -108,7 +108,7 @@ def write_predictions(
     )
 
 
-def stored_arrays(path: Path) -> set[str]:
+def list_arrays(path: Path) -> set[str]:
     """Return the names of the arrays in a prediction file, without reading them."""
     with open_hdf5(path) as file:
         return set(file)
@@ -136,7 +136,7 @@ def read_predictions(path: Path) -> PredictionFile:
         raise DataError(f"{path}: it has groups of draws but no {', '.join(lacking)}", code="damaged", path=path)
     sizes = {"N": len(arrays["sample_id"]), "C": len(classes), "2": 2, "S": len(arrays.get("probs_samples", ()))}
     sizes |= {"G": len(arrays.get("group_weights", ())), "R": len(arrays.get("group_rows", ()))}
-    of_labels = {} if has_exclusive_classes(recorded_name(header.meta)) else _OF_LABELS
+    of_labels = {} if has_exclusive_classes(read_recorded_name(header.meta)) else _OF_LABELS
     for name, axes in {"probs": ("N", "C"), "entropy": ("N",), **_OPTIONAL, **of_labels}.items():
         expected = tuple(sizes[axis] for axis in axes)
         if name in arrays and arrays[name].shape != expected:

@@ -64,7 +64,7 @@ def build_provenance(
     return {
         "schema": "bnncli.provenance/1",
         "tool": {"name": "bnncli", "version": __version__, **_git_state()},
-        "command": [_without_secrets(word.encode("utf-8", "backslashreplace").decode()) for word in command],
+        "command": [_mask_secrets(word.encode("utf-8", "backslashreplace").decode()) for word in command],
         "params": dict(params),
         "params_hash": params_hash(params),
         "algo_rev": algo_rev,
@@ -79,7 +79,7 @@ def build_provenance(
     }
 
 
-def _without_secrets(word: str) -> str:
+def _mask_secrets(word: str) -> str:
     """Mask what looks like a password or token in a command-line word, since artifacts are passed on."""
     return _PASSWORD.sub("://***@", _SECRET.sub(r"\1***", word))
 

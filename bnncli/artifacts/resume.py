@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from bnncli.artifacts.atomic import publish_bytes, publish_immediately, sync, write_error
-from bnncli.artifacts.headers import SCHEMA, with_digest
+from bnncli.artifacts.headers import SCHEMA, add_digest
 from bnncli.artifacts.posteriors import METADATA_KEY, read_document
 from bnncli.artifacts.provenance import Source, params_hash
 from bnncli.errors import BnnError, DataError
@@ -99,7 +99,7 @@ def write_state(path: Path, tensors: Mapping[str, Tensor], identity: Mapping[str
         "content_digest": tensor_digest(stored),
         "identity": dict(identity),
     }
-    metadata = {METADATA_KEY: canonical_json(with_digest(document))}
+    metadata = {METADATA_KEY: canonical_json(add_digest(document))}
     with publish_immediately():  # not one of the command's outputs
         publish_bytes(path, save(stored, metadata=metadata), may_replace=True, poll=False)
 
@@ -135,7 +135,7 @@ def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
     return tensors
 
 
-def recorded_choice(path: Path, name: str) -> Any:
+def read_recorded_choice(path: Path, name: str) -> Any:
     """Return a choice recorded in the state at `path` by name; None if missing or unreadable."""
     try:
         identity = read_document(path)["identity"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bnncli.artifacts.atomic import write_error
 from bnncli.errors import Locked, MissingInput, OutputExists, UsageError, WriteError
-from bnncli.models.sharded import sharded_folder, shards_of
+from bnncli.models.sharded import find_sharded_folder, shards_of
 from bnncli.names import FEATURES_NAME, FORMATS, near_miss
 from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.system.workers import is_leader
@@ -214,7 +214,7 @@ def _can_be_name(folder: Path) -> bool:
 
 def _is_folder(folder: Path) -> MissingInput:
     """Return the error for a folder given as a checkpoint."""
-    sharded = sharded_folder(folder)
+    sharded = find_sharded_folder(folder)
     if sharded is not None:
         return MissingInput(f"expected one file; {sharded.what}", hint=sharded.hint, path=folder, code="sharded")
     for name, way in _MODELS.items():

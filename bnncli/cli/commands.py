@@ -16,20 +16,20 @@ _FAMILY = "commands"
 @cache
 def own_commands() -> tuple[Command, ...]:
     """Return bnncli's own commands, in help order."""
-    return _sorted(registry.own_names(_FAMILY))
+    return _sort_commands(registry.own_names(_FAMILY))
 
 
 @cache
 def all_commands() -> tuple[Command, ...]:
     """Return bnncli's own commands and those of installed distributions. Raises UsageError if one is invalid."""
-    return _sorted(registry.names(_FAMILY))
+    return _sort_commands(registry.names(_FAMILY))
 
 
 def find_command(words: Sequence[str]) -> Command | None:
     """Return the command that the first one or two words name, or None; reads only its file."""
     for name in ("-".join(words[:2]), *words[:1]):
         if registry.has_name(_FAMILY, name):
-            command = _declared(name)
+            command = _load_command(name)
             if bool(command.parent) == (name != words[0]):
                 return command
     return None
@@ -40,12 +40,12 @@ def is_parent(words: Sequence[str]) -> bool:
     return bool(words) and any(command.parent == words[0] for command in own_commands())
 
 
-def _sorted(names: Sequence[str]) -> tuple[Command, ...]:
-    return tuple(sorted(map(_declared, names), key=lambda one: (SECTIONS.index(one.section), one.place)))
+def _sort_commands(names: Sequence[str]) -> tuple[Command, ...]:
+    return tuple(sorted(map(_load_command, names), key=lambda one: (SECTIONS.index(one.section), one.place)))
 
 
 @cache
-def _declared(name: str) -> Command:
+def _load_command(name: str) -> Command:
     """Return a command's declaration. Raises UsageError if there is none."""
     command = declaration(_FAMILY, name, "COMMAND")
     if not isinstance(command, Command):

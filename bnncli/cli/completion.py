@@ -30,7 +30,7 @@ def completes(name: str, meta: Any) -> Callable[..., list[str]] | None:
     if name == "integrator":
         return _of(lambda: names("integrators"))
     if name == "metric":
-        return _of(_paired_scores)
+        return _of(_list_paired_scores)
     if name in _POSTERIORS:
         return _of(_posteriors)
     if meta["metavar"] == "SPLIT":
@@ -40,7 +40,7 @@ def completes(name: str, meta: Any) -> Callable[..., list[str]] | None:
     return None
 
 
-def _paired_scores() -> list[str]:
+def _list_paired_scores() -> list[str]:
     return [name for name, score in all_scores().items() if score.is_paired]
 
 

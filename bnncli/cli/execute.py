@@ -21,11 +21,11 @@ from bnncli.cli.commands import find_command, is_parent
 from bnncli.cli.options import (
     OptionValue,
     config_path,
+    describe_unknown_variables,
     option_fields,
     read_config,
     resolve,
     resolve_named,
-    unknown_variables,
 )
 from bnncli.console import Console
 from bnncli.errors import ELSEWHERE, BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
@@ -42,7 +42,7 @@ from bnncli.options.command import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.declaration import flag_of, made, spelled
+from bnncli.options.declaration import flag_of, made, spell_options
 from bnncli.system import signals
 from bnncli.system.workers import LOST
 
@@ -85,7 +85,7 @@ def print_table(table: Any, stream: TextIO) -> None:
     for part in table.narrow if is_narrow else [table]:
         _draw(part, console, is_terminal=stream.isatty())
     for note in table.notes:
-        console.print(printable(spelled(note)), soft_wrap=True)
+        console.print(printable(spell_options(note)), soft_wrap=True)
     stream.write(console.end_capture())
 
 
@@ -95,7 +95,7 @@ def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
     from rich.text import Text
 
     if table.title:
-        console.print(printable(spelled(table.title)), soft_wrap=True)
+        console.print(printable(spell_options(table.title)), soft_wrap=True)
     drawn = Table(box=box.SIMPLE_HEAD if is_terminal else box.ASCII2, show_edge=is_terminal, pad_edge=False)
     shown = [
         i
@@ -106,7 +106,7 @@ def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
         is_number = i > 0 and all(_is_number(row[i]) for row in table.rows)
         drawn.add_column(Text(printable(table.columns[i])), justify="right" if is_number else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(Text(printable(spelled(row[i]))) for i in shown))
+        drawn.add_row(*(Text(printable(spell_options(row[i]))) for i in shown))
     console.print(drawn)
 
 
@@ -149,7 +149,7 @@ class _Invocation:
     """One command line, from parsing to the exit code."""
 
     def __init__(self, argv: list[str], results: TextIO) -> None:
-        self.argv, self.results = _without_help(argv), results
+        self.argv, self.results = _rewrite_help_word(argv), results
         self.command = next((word for word in self.argv if not word.startswith("-")), "bnncli")
         self.console = Console(self.command, CommonOptions())
         self.is_json = "--json" in argv
@@ -205,7 +205,7 @@ class _Invocation:
             return {}
         config = read_config(config_path(_value_of(self.argv, "--config"), os.environ))
         self.settings = settings = resolve(command, config)
-        for text in unknown_variables(os.environ):
+        for text in describe_unknown_variables(os.environ):
             self.console.warn(text)
         self.is_json = self.is_json or bool(settings["json"].value)
         values = {name: setting.value for name, setting in settings.items() if setting.source != "default"}
@@ -222,7 +222,7 @@ class _Invocation:
         stage = registry.load_module("commands", command.name)
         command = replace(stage.COMMAND, name=command.name)  # replaces the option classes read for help
         options: dict[type, Any] = {group: made(group, values) for group in command.groups}
-        common = spread.quiet(options[CommonOptions]) if spread.is_follower() else options[CommonOptions]
+        common = spread.silence_options(options[CommonOptions]) if spread.is_follower() else options[CommonOptions]
         self.is_json = common.json
         self.line = self._line(command)
         if any(os.path.isfile(value) for _, value in self.line.parts):
@@ -258,8 +258,8 @@ class _Invocation:
             started=self.started,
         )
         with (
-            spread.printed_aside(),
-            spread.workers_joined(command.name, own, compute, self.console) as has_work,
+            spread.redirect_prints(),
+            spread.join_workers(command.name, own, compute, self.console) as has_work,
         ):
             result = stage.run(run, own) if has_work else None
         self.console.stop_bar()
@@ -309,7 +309,7 @@ class _Invocation:
         return document | result.extra | {"warnings": self.console.warnings, "seconds": round(run.seconds, 3)}
 
     def _print_json(self, document: dict[str, Any]) -> None:
-        print(json.dumps(spelled(document), allow_nan=False), file=self.results)
+        print(json.dumps(spell_options(document), allow_nan=False), file=self.results)
 
     def _advise(self, error: BnnError) -> None:
         """Add the options of this command that help, such as --device cpu when a GPU is out of memory."""
@@ -328,7 +328,7 @@ class _Invocation:
         """Set the exit code for an exception and print its message and, with --json, its document."""
         if isinstance(error, BrokenPipeError):
             raise error
-        known = _as_bnn_error(error)
+        known = _convert_error(error)
         if known is None:
             if type(error).__name__ == "Exit":
                 self.code = getattr(error, "exit_code", 0)
@@ -376,7 +376,7 @@ _SHARED = (
 )
 
 
-def _without_help(argv: list[str]) -> list[str]:
+def _rewrite_help_word(argv: list[str]) -> list[str]:
     """Rewrite `help COMMAND` as `COMMAND --help`; return other words unchanged."""
     if argv[:1] != ["help"]:
         return argv
@@ -389,7 +389,7 @@ def _error_json(error: BnnError) -> dict[str, Any]:
     return {"code": error.code, "message": error.message, "path": error.path, "hint": error.hint}
 
 
-def _as_bnn_error(error: Exception) -> BnnError | None:
+def _convert_error(error: Exception) -> BnnError | None:
     """Return the exception as a BnnError; None for a bug or for Typer's own exits."""
     if isinstance(error, BnnError):
         return error

@@ -55,7 +55,7 @@ class HelpCommand(QuickCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples, ready to paste."""
-        with formatter.section(styled("Examples", bold=True)):
+        with formatter.section(style_text("Examples", bold=True)):
             formatter.write("".join(f"{_pasteable(example)}\n" for example in self.command.examples))
 
 
@@ -83,7 +83,7 @@ class HelpGroup(QuickGroup):
                 sections.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append((name, command))
         for title, commands in sections.items():
             limit = formatter.width - 6 - max(len(name) for name, _ in commands)
-            records = [(styled(name, fg="cyan"), command.get_short_help_str(limit)) for name, command in commands]
+            records = [(style_text(name, fg="cyan"), command.get_short_help_str(limit)) for name, command in commands]
             _write_records(formatter, title if len(sections) > 1 else "Commands", records)
 
 
@@ -101,7 +101,7 @@ def common_names() -> frozenset[str]:
     return frozenset(field.name for group in COMPUTE for field in fields(group))
 
 
-def styled(text: str, **style: Any) -> str:
+def style_text(text: str, **style: Any) -> str:
     """Style the text if stdout and stderr are terminals that show colours; help for a usage error goes to stderr."""
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return typer.style(text, **style) if is_terminal and not os.environ.get("NO_COLOR") else text
@@ -110,15 +110,15 @@ def styled(text: str, **style: Any) -> str:
 def _write_records(formatter: Any, title: str, records: Sequence[tuple[str, str] | None]) -> None:
     shown = [record for record in records if record is not None]
     if shown:
-        with formatter.section(styled(title, bold=True)):
+        with formatter.section(style_text(title, bold=True)):
             formatter.write_dl(
-                [(_FLAG.sub(lambda flag: styled(flag[0], fg="cyan"), name), text) for name, text in shown]
+                [(_FLAG.sub(lambda flag: style_text(flag[0], fg="cyan"), name), text) for name, text in shown]
             )
 
 
 def _write_names(formatter: Any, title: str, options: Sequence[Any]) -> None:
     if options:
-        with formatter.section(styled(title, bold=True)):
+        with formatter.section(style_text(title, bold=True)):
             names, indent = (
                 ", ".join("/".join(sorted(one.opts, key=len)) for one in options),
                 " " * formatter.current_indent,

@@ -18,9 +18,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from bnncli.cli.commands import all_commands
 from bnncli.errors import ConfigError, UsageError
-from bnncli.names import not_one_of
+from bnncli.names import unknown_value_error
 from bnncli.options.command import Command
-from bnncli.options.declaration import check_value, declared, flag_of
+from bnncli.options.declaration import check_value, flag_of, map_options
 from bnncli.options.toml import base_type, closest, faults_of, line_of, option_value, read_toml, type_name
 
 # Plain number formats that every parser accepts.
@@ -99,7 +99,7 @@ def option_fields(command: Command) -> dict[str, tuple[Field[Any], Any]]:
     """Map each option of a command to its dataclass field and resolved type."""
     found: dict[str, tuple[Field[Any], Any]] = {}
     for group in command.groups:
-        found |= declared(group)
+        found |= map_options(group)
     return found
 
 
@@ -166,7 +166,7 @@ def resolve(
                 setting = OptionValue(config[table][name], f"config [{table}]")
         for variable in _variables(command, name, spec):
             if variable in environ and variable != "BNNCLI_CONFIG":
-                setting = OptionValue(_from_text(environ[variable], hint, variable), variable)
+                setting = OptionValue(_parse_text(environ[variable], hint, variable), variable)
                 check_value(spec, setting.value, variable)
                 break
         settings[name] = setting
@@ -179,7 +179,7 @@ def _variables(command: Command, name: str, spec: Field[Any]) -> list[str]:
     return [entry.rstrip("_").upper().replace("-", "_") for entry in names]
 
 
-def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
+def describe_unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
     """Return a warning for each BNNCLI_ variable that no command reads, with the nearest known one."""
     given = sorted(name for name in environ if name.startswith("BNNCLI_"))
     if not given:  # the usual case; listing all known variables takes as long as parsing
@@ -198,11 +198,11 @@ def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[s
     config = read_config(config_path(config_file, os.environ))
     wanted = [command for command in all_commands() if name in (None, command.name)]
     if not wanted:
-        raise not_one_of("config show", name, [command.name for command in all_commands()])
+        raise unknown_value_error("config show", name, [command.name for command in all_commands()])
     return {command.name: resolve(command, config) for command in wanted}
 
 
-def _from_text(text: str, hint: Any, variable: str) -> Any:
+def _parse_text(text: str, hint: Any, variable: str) -> Any:
     """Convert the text of an environment variable; lists are separated by semicolons."""
     base = base_type(hint)
     if base is bool:

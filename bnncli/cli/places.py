@@ -58,7 +58,9 @@ def check_outputs(command: Command, line: CommandLine, config: Path | None) -> N
         )
         is_artifact = name == "out" and "name" in options
         for checkpoint in checkpoints:
-            found = found or _of_run(checkpoint, dict(line.parts).get("run_dir"), path, is_artifact=is_artifact)
+            found = found or _describe_run_use(
+                checkpoint, dict(line.parts).get("run_dir"), path, is_artifact=is_artifact
+            )
         if found is not None:
             hint = "choose another file" if name is None else f"choose another file for {flag_of(name)}"
             raise UsageError(f"{words} is also an input ({found})", hint=hint)
@@ -91,7 +93,7 @@ def _names(text: str, path: Path, *, below: bool = True) -> Iterator[bool]:
             yield from (is_same_file(file, path) for file in found if file.suffix not in _BESIDE)
 
 
-def _of_run(checkpoint: str, run_dir: str | None, path: Path, *, is_artifact: bool) -> str | None:
+def _describe_run_use(checkpoint: str, run_dir: str | None, path: Path, *, is_artifact: bool) -> str | None:
     """Return how a run uses a file, as an artifact or as the source of one; None if it does not.
 
     Args:

@@ -58,7 +58,7 @@ def own_device(options: ComputeOptions) -> ComputeOptions:
 
 
 @contextmanager
-def workers_joined(command: str, own: object, options: ComputeOptions, console: Console) -> Iterator[bool]:
+def join_workers(command: str, own: object, options: ComputeOptions, console: Console) -> Iterator[bool]:
     """Join the other workers inside the context; yields whether this process has work.
 
     Worker 0 alone runs a command that is not parallel. An error that ends a worker is sent to worker 0, which reports
@@ -129,7 +129,7 @@ def _part(error: BaseException, joined: workers.Team, console: Console) -> None:
 
 
 @contextmanager
-def printed_aside() -> Iterator[None]:
+def redirect_prints() -> Iterator[None]:
     """Redirect stdout of libraries and user factories to stderr, to keep results clean; discard it on followers."""
     results = sys.stdout
     try:
@@ -143,7 +143,7 @@ def printed_aside() -> Iterator[None]:
         sys.stdout = results
 
 
-def quiet(options: CommonOptions) -> CommonOptions:
+def silence_options(options: CommonOptions) -> CommonOptions:
     """Return quiet options for a follower, and silence PyTorch's log."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
     return replace(options, quiet=True, verbose=0, progress="none", log_file=None)

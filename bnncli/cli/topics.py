@@ -10,7 +10,7 @@ from bnncli.cli.commands import own_commands
 from bnncli.cli.help import MAX_WIDTH
 from bnncli.cli.options import option_fields
 from bnncli.errors import Exit
-from bnncli.names import not_one_of
+from bnncli.names import unknown_value_error
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.declaration import Form, choices_of, declarations, flag_of, help_of
 from bnncli.options.toml import base_type
@@ -58,17 +58,17 @@ def lines_of(topic: str | None) -> list[str]:
         about = {name: text for name, (text, _) in TOPICS.items()}
         return [
             "Topics:",
-            *_aligned(about),
+            *_align_columns(about),
             "",
             "For a command, see `bnncli help COMMAND`. For the list, see `bnncli --help`.",
         ]
     if topic not in TOPICS:
-        raise not_one_of("help", topic, [*TOPICS, *(one.parent or one.name for one in own_commands())])
+        raise unknown_value_error("help", topic, [*TOPICS, *(one.parent or one.name for one in own_commands())])
     return TOPICS[topic][1]()
 
 
 def _exit_codes() -> list[str]:
-    return _aligned({str(int(code)): text for code, text in ADVICE.items()} | {"128+n": "Stopped by signal n."})
+    return _align_columns({str(int(code)): text for code, text in ADVICE.items()} | {"128+n": "Stopped by signal n."})
 
 
 def _common() -> list[str]:
@@ -78,7 +78,7 @@ def _common() -> list[str]:
         value = spec.metadata["metavar"] or "|".join(choices_of(spec.metadata)) or kind
         short = f"{spec.metadata['short']}, " if spec.metadata["short"] else ""
         rows[f"{short}{flag_of(name)} {value}".rstrip()] = help_of(spec)
-    return ["Most commands take these options:", *_aligned(rows)]
+    return ["Most commands take these options:", *_align_columns(rows)]
 
 
 def _environment() -> list[str]:
@@ -88,30 +88,30 @@ def _environment() -> list[str]:
         "BNNCLI_<COMMAND>_<OPTION>": "Default of an option, such as BNNCLI_REFINE_EPOCHS=5. Separate the values of repeatable options by semicolons.",
         "BNNCLI_<OPTION>": f"The same for all commands. For {', '.join(sorted(shared))}.",
     }
-    return _aligned(options | ENVIRONMENT)
+    return _align_columns(options | ENVIRONMENT)
 
 
 def _specs() -> list[str]:
     own = ", ".join(name for name in names("networks"))
     factory = {"package.module:factory, file.py:factory": "Your own code, which is run."}
-    models = {own: "Built-in networks (flatten: the inputs are the features)."} | factory | _forms("models")
+    models = {own: "Built-in networks (flatten: the inputs are the features)."} | factory | _list_forms("models")
     return [
         "Models (--model):",
-        *_aligned(models),
+        *_align_columns(models),
         "",
         "Data (--data SPLIT=SPEC, --ood SPLIT=SPEC):",
-        *_aligned(_forms("data")),
+        *_align_columns(_list_forms("data")),
         "",
         "SPEC@N takes the first N examples. Tables and tar files may be patterns, such as DIR/train-*.parquet.",
     ]
 
 
-def _forms(family: str) -> dict[str, str]:
+def _list_forms(family: str) -> dict[str, str]:
     forms: Iterable[Form] = sorted(declarations(family, "FORM").values(), key=lambda form: form.place)
     return {form.text: form.about for form in forms}
 
 
-def _aligned(rows: dict[str, str], most: int = 28) -> list[str]:
+def _align_columns(rows: dict[str, str], most: int = 28) -> list[str]:
     """Format names and texts in two columns; a long name has its text below."""
     column = 4 + min(most, max(map(len, rows)))
     width = min(get_terminal_size().columns, MAX_WIDTH)

@@ -16,27 +16,27 @@ from bnncli.artifacts.outputs import check_side_output
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.acquisition import SCORES, batch_bald, highest_scores
 from bnncli.likelihoods import has_exclusive_classes
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.options.command import READ, Command, ComputeOptions, InputOptions, WriteOptions
-from bnncli.options.declaration import Checked, check_split_name, check_suffix, option
+from bnncli.options.declaration import CheckedOptions, check_split_name, check_suffix, option
 from bnncli.options.predict import PredictOptions
 from bnncli.options.shared import trust_code_option
 from bnncli.session.inputs import Split, load_split, posterior_source
 from bnncli.session.predictions import find_named
-from bnncli.session.predictor import AskedIntegrators, IntegratorChoice, Predictor, TrainData
+from bnncli.session.predictor import IntegratorChoice, Predictor, RequestedIntegrators, TrainData
 from bnncli.session.recommendation import recommended
 from bnncli.session.run import Result, Run
 from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
-    from bnncli.session.predictor import Predicted
+    from bnncli.session.predictor import IntegratorPredictions
 
 
 RULES = ("bald", "batchbald", "entropy", "margin", "random")
 
 
 @dataclass(frozen=True)
-class AcquireOptions(Checked):
+class AcquireOptions(CheckedOptions):
     """Options of acquire."""
 
     pool: str = option("pool", "Split to choose from. Its labels, if any, are ignored.", metavar="SPLIT")
@@ -101,27 +101,27 @@ def run(run: Run, options: AcquireOptions) -> Result:
     pool = load_split(run, options.pool)
     if not has_exclusive_classes(pool.content.likelihood):
         raise UsageError("acquire needs one class per example; this run is multilabel")
-    free = _free_rows(pool, options)
+    free = _find_free_rows(pool, options)
     target = None if options.table is None else Path(options.table)
     if target is not None:
         check_side_output(
             target, "--table", "table of acquire", is_ours=_is_ours, force=run.write.force, others=[pool.source.path]
         )
-    predictor, choice = _maker(run, options, len(pool.content.classes))
+    predictor, choice = _open_predictor(run, options, len(pool.content.classes))
     if run.write.dry_run:
         planned = [] if target is None else [f"write: {target}"]
         return Result("planned", lines=[*planned, f"choose {options.batch:,} of {len(free):,}"])
     run.require_device()
-    predicted, taken = _taken(run, options, predictor, choice, pool, free)
+    predicted, taken = _choose_rows(run, options, predictor, choice, pool, free)
     return _result(options, pool, predictor, choice, predicted, taken, target)
 
 
 Array = np.ndarray
 
 
-def _free_rows(pool: Split, options: AcquireOptions) -> Array:
+def _find_free_rows(pool: Split, options: AcquireOptions) -> Array:
     """Return the rows of the pool that may be chosen, (F,). Raises DataError where they are too few, or --exclude names unknown ids."""
-    ids = _ids(pool)
+    ids = _list_ids(pool)
     free = np.ones(len(ids), dtype=bool)
     if options.exclude is not None:
         with open_regular(Path(options.exclude)) as stream:
@@ -130,8 +130,8 @@ def _free_rows(pool: Split, options: AcquireOptions) -> Array:
         unknown = sorted(excluded - {*ids})
         if unknown:
             raise DataError(
-                f"{quoted(options.exclude, limit=300)} names examples that are not in split {options.pool!r}: "
-                    f"{listed(unknown)}",
+                f"{quote_name(options.exclude, limit=300)} names examples that are not in split {options.pool!r}: "
+                    f"{format_names(unknown)}",
                 hint=f"its ids look like {ids[0]!r}", path=Path(options.exclude),
             )  # fmt: skip
         free = np.array([one not in excluded for one in ids])
@@ -155,7 +155,7 @@ def _is_ours(path: Path) -> bool:
 BATCH_BALD_DRAWS = 100
 
 
-def _maker(run: Run, options: AcquireOptions, num_classes: int) -> tuple[Predictor, IntegratorChoice]:
+def _open_predictor(run: Run, options: AcquireOptions, num_classes: int) -> tuple[Predictor, IntegratorChoice]:
     """Return the posterior and the integrator. Raises UsageError where the rule needs draws and there are none."""
     name, integrator = options.posterior, options.integrator
     if name is None:
@@ -170,7 +170,7 @@ def _maker(run: Run, options: AcquireOptions, num_classes: int) -> tuple[Predict
     asked = PredictOptions(
         integrator=[] if integrator is None else [integrator], samples=samples, keep_samples=of_draws
     )
-    choices, refusals = AskedIntegrators.of(asked, [header]).choices(header, num_classes)
+    choices, refusals = RequestedIntegrators.of(asked, [header]).choices(header, num_classes)
     if refusals:
         raise refusals[0]
     if of_draws and not choices[0].integrator.is_sampling:
@@ -185,16 +185,16 @@ _RANDOM = "random"
 
 
 @dataclass(frozen=True)
-class Taken:
+class ChosenRows:
     """Chosen rows of the pool (B,), in order, and their scores (B,); NaN where the rule has none."""
 
     rows: Array
     scores: Array
 
 
-def _taken(
+def _choose_rows(
     run: Run, options: AcquireOptions, predictor: Predictor, choice: IntegratorChoice, pool: Split, free: Array
-) -> tuple[Predicted, Taken]:
+) -> tuple[IntegratorPredictions, ChosenRows]:
     """Predict the pool and choose rows."""
     import torch
 
@@ -205,11 +205,11 @@ def _taken(
     information = None if mutual_info is None else mutual_info.numpy()
     if options.by == _RANDOM:
         order = torch.randperm(len(free), generator=run.stream("acquire/random"))[: options.batch].numpy()
-        return predicted, Taken(free[order], np.full(options.batch, np.nan))
+        return predicted, ChosenRows(free[order], np.full(options.batch, np.nan))
     if options.by != "batchbald":
         scores = SCORES[options.by](probs[free], information if information is None else information[free])
         order = highest_scores(scores, options.batch)
-        return predicted, Taken(free[order], scores[order])
+        return predicted, ChosenRows(free[order], scores[order])
     assert information is not None
     candidates = free[highest_scores(information[free].astype(np.float64), max(options.candidates, options.batch))]
     if len(candidates) < len(free):
@@ -222,7 +222,7 @@ def _taken(
     chosen = batch_bald(
         draws.to(run.device), options.batch, generator=run.stream("acquire/labellings"), progress=run.console
     )
-    return predicted, Taken(np.sort(candidates)[chosen.rows.numpy()], chosen.gains.numpy())
+    return predicted, ChosenRows(np.sort(candidates)[chosen.rows.numpy()], chosen.gains.numpy())
 
 
 def _result(
@@ -230,11 +230,11 @@ def _result(
     pool: Split,
     predictor: Predictor,
     choice: IntegratorChoice,
-    predicted: Predicted,
-    taken: Taken,
+    predicted: IntegratorPredictions,
+    taken: ChosenRows,
     target: Path | None,
 ) -> Result:
-    probs, ids, classes = predicted.prediction.probs.numpy()[taken.rows], _ids(pool), pool.content.classes
+    probs, ids, classes = predicted.prediction.probs.numpy()[taken.rows], _list_ids(pool), pool.content.classes
     sample_ids = np.asarray(pool.content.sample_id)[taken.rows].tolist()
     rows: list[dict[str, Any]] = []
     for rank, (row, score) in enumerate(zip(taken.rows.tolist(), taken.scores.tolist(), strict=True)):
@@ -250,7 +250,7 @@ def _result(
         rows.append(dict(zip(_TITLES, values, strict=True)))
     outputs: list[dict[str, Any]] = []
     if target is not None:
-        publish_bytes(target, _csv(rows), may_replace=True)
+        publish_bytes(target, _format_csv(rows), may_replace=True)
         outputs.append({"role": "table", "path": str(target)})
     document = {
         "by": options.by,
@@ -264,7 +264,7 @@ def _result(
     return Result("", outputs, extra=document, summary=[summary], lines=[row["name"] for row in rows])
 
 
-def _ids(pool: Split) -> list[str]:
+def _list_ids(pool: Split) -> list[str]:
     """Return the names of the examples, else their sample ids."""
     names = pool.content.names
     if names is None:
@@ -272,7 +272,7 @@ def _ids(pool: Split) -> list[str]:
     return [bytes(one).decode(errors="surrogateescape") for one in names]
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> bytes:
+def _format_csv(rows: Sequence[dict[str, Any]]) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, _TITLES, lineterminator="\r\n")
     writer.writeheader()

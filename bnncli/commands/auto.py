@@ -25,7 +25,7 @@ from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.commands.fit_temperature import FitTemperatureOptions
 from bnncli.commands.hmc import HmcOptions
 from bnncli.commands.refine import RefineOptions
-from bnncli.commands.stack import FEWEST_ROWS, StackOptions, estimated_seconds
+from bnncli.commands.stack import FEWEST_ROWS, StackOptions, estimate_seconds
 from bnncli.errors import (
     BnnError,
     CheckFailed,
@@ -61,7 +61,7 @@ from bnncli.integrators import supports
 from bnncli.lazy import no_grad, torch
 from bnncli.names import percent
 from bnncli.options.command import COMPUTE, Command, CommandLine, InputOptions, NameOptions, accept_poor_network_option
-from bnncli.options.declaration import Checked, option, parse_positive
+from bnncli.options.declaration import CheckedOptions, option, parse_positive
 from bnncli.options.shared import INHERIT, trust_code_option
 from bnncli.parameters.module import STATE
 from bnncli.session import revisions as _revisions
@@ -69,10 +69,16 @@ from bnncli.session.inputs import Split, load_split, posterior_source
 from bnncli.session.network_fit import check_network_fits
 from bnncli.session.network_splits import NetworkReader
 from bnncli.session.predictor import Predictor, TrainData
-from bnncli.session.produce import Computed, Request, produce
-from bnncli.session.recommendation import SplitProbabilities, judged_before, qualities, recorded_qualities
+from bnncli.session.produce import ComputationOutput, Request, produce
+from bnncli.session.recommendation import SplitProbabilities, parse_qualities, qualities, read_last_judgements
 from bnncli.session.run import Result, Run, Table
-from bnncli.session.val_report import gain_table, has_labeled_val, predicted_on, predictive_on_val, temperature_on_val
+from bnncli.session.val_report import (
+    gain_table,
+    has_labeled_val,
+    predict_split_probs,
+    predictive_on_val,
+    temperature_on_val,
+)
 from bnncli.system import signals
 from bnncli.system.signals import BudgetSpent
 
@@ -84,7 +90,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
-class AutoOptions(Checked):
+class AutoOptions(CheckedOptions):
     """Options of auto."""
 
     budget: str | None = option(
@@ -164,16 +170,16 @@ def run(run: Run, options: AutoOptions) -> Result:
     check_network_fits(run, ("train", "val"), is_accepted=options.accept_poor_network)
     run.require_device()
 
-    seconds, outside = options.budget_seconds, outside_splits(run)
+    seconds, outside = options.budget_seconds, open_outside_splits(run)
     has_network = train.content.head_weight is not None
-    siblings = siblings_of(run.checkpoint_path) if has_network and train.checkpoint is not None else []
+    siblings = find_siblings(run.checkpoint_path) if has_network and train.checkpoint is not None else []
     scores = Scores(run, val, trust_code=options.trust_code)
     if seconds is not None:  # what comes after the ladder is done before it, and counts
         scores.detect(outside)
     ladder = Ladder(
         run,
         options,
-        {} if run.write.force else judged_before(run),
+        {} if run.write.force else read_last_judgements(run),
         score=lambda rung: None if seconds is None else scores.add(rung),
         deadline=None if seconds is None else run.started + _FOR_FITS * seconds,
     )
@@ -201,7 +207,7 @@ def run(run: Run, options: AutoOptions) -> Result:
         run,
         request,
         lambda: compute(request, rungs, scores, outside, keep_accuracy=keep_accuracy),
-        when_fresh=when_fresh,
+        when_fresh=read_recommendation,
     )
     rows = result.metrics.pop("rows")
     result.extra |= {"rungs": [rung.to_json() for rung in rungs], "rows": rows, **result.metrics}
@@ -209,12 +215,12 @@ def run(run: Run, options: AutoOptions) -> Result:
     others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
     headers = {rung.posterior: read_header(rung.source.path) for rung in rungs if rung.source is not None}
     tables = _table(rungs, rows, val.content.labels, result.metrics["about"][1] or None), *gain_table(headers)
-    result.tables = [*tables, *_qualities_table(result.metrics)]
+    result.tables = [*tables, *_build_qualities_table(result.metrics)]
     gaussian = next((rung.posterior for rung in rungs if rung.name == "fit-laplace"), "")
     result.lines = [
         *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
         str(result.metrics["sentence"]),
-        *_averaging(gaussian, headers.get(gaussian)),
+        *_describe_averaging(gaussian, headers.get(gaussian)),
         str(result.metrics["outside"]),
     ]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
@@ -232,7 +238,7 @@ def run(run: Run, options: AutoOptions) -> Result:
         result.summary.append(f"{chosen['posterior']} has too few members for 95% intervals; for these: {line}")
     ensemble = next((rung.posterior for rung in rungs if rung.name == ENSEMBLE and rung.source is not None), None)
     if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
-        result.summary.append(_without_ensemble(run, ensemble, rows))
+        result.summary.append(_describe_ensemble_cost(run, ensemble, rows))
     return result
 
 
@@ -383,7 +389,7 @@ class Ladder:
         if self.deadline is None or self.run.folder.posterior("stack").is_file():
             return True
 
-        return _SURE * estimated_seconds(self.run, train, val) < self.deadline - time.monotonic()
+        return _SURE * estimate_seconds(self.run, train, val) < self.deadline - time.monotonic()
 
     def _add(self, rung: Rung) -> Rung:
         self.rungs.append(rung)
@@ -403,7 +409,7 @@ class Ladder:
         found, note = Siblings([], []), ""
         try:
             with signals.time_limit(self.deadline):
-                found = usable_siblings(run, list(siblings), val, trust_code=trust)
+                found = select_siblings(run, list(siblings), val, trust_code=trust)
         except BudgetSpent:
             note = "skipped: the budget is spent"
         except (DataError, MissingInput, Untrusted, UsageError, DeviceError) as error:
@@ -421,7 +427,7 @@ class Ladder:
     def _step(
         self,
         command: str,
-        options: Checked,
+        options: CheckedOptions,
         name: str,
         *,
         suffix: Suffix,
@@ -437,7 +443,7 @@ class Ladder:
         source, is_good, note, criterion = None, None, "", None
         try:
             with signals.time_limit(self.deadline if is_limited else None):
-                path, name = _made(run, command, options, name, suffix, members)
+                path, name = _run_step(run, command, options, name, suffix, members)
                 header, source = posterior_source(run, path, name)
                 criterion = header.meta.get("criterion")
                 is_good = self.judged.get(source.content_digest) if is_judged else None
@@ -509,11 +515,11 @@ class Scores:
     def detect(self, outside: list[Split]) -> list[DetectionResult]:
         """Score detection of each out-of-distribution split by the combined feature score; empty where val is too small."""
         if self._detected is None:
-            self._detected = _detected(self.run, self.train, self.val, outside)
+            self._detected = _measure_detection(self.run, self.train, self.val, outside)
         return self._detected
 
 
-def outside_splits(run: Run) -> list[Split]:
+def open_outside_splits(run: Run) -> list[Split]:
     """Return the run's out-of-distribution splits. Skip unusable ones with a warning."""
     found = []
     for name in run.folder.splits():
@@ -525,7 +531,7 @@ def outside_splits(run: Run) -> list[Split]:
     return found
 
 
-def siblings_of(path: Path) -> list[Path]:
+def find_siblings(path: Path) -> list[Path]:
     """Return the files beside a checkpoint whose names differ in one number only, and whose sizes are nearly equal.
 
     Numbers of epochs or steps do not count, since such files come from one training.
@@ -545,7 +551,7 @@ def siblings_of(path: Path) -> list[Path]:
     return found[:_MOST_SIBLINGS]
 
 
-def _detected(run: Run, train: TrainData, val: Split, outside: list[Split]) -> list[DetectionResult]:
+def _measure_detection(run: Run, train: TrainData, val: Split, outside: list[Split]) -> list[DetectionResult]:
     found = []
     own = train.combined_scores(val)
     if own is None:
@@ -570,7 +576,7 @@ _ROWS = 1000  # of val, to estimate that accuracy
 
 
 @no_grad
-def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool) -> Siblings:
+def select_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool) -> Siblings:
     """Return the siblings that have the run's architecture, were trained independently, and predict val about as well.
 
     Raises:
@@ -618,8 +624,8 @@ def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool
     return Siblings(usable, left_out)
 
 
-def _made(
-    run: Run, command: str, options: Checked, name: str, suffix: Suffix, members: Sequence[Path]
+def _run_step(
+    run: Run, command: str, options: CheckedOptions, name: str, suffix: Suffix, members: Sequence[Path]
 ) -> tuple[Path, str]:
     """Run a step's command, and return the posterior's file and name.
 
@@ -629,10 +635,10 @@ def _made(
     own = name + suffix.text
     tries = [(None, False)] * (not suffix.is_needed) + [(own, run.write.force)] + [(own, True)] * bool(members)
     for place, (tried, force) in enumerate(tries, start=1):
-        step = _as_command(run, command, options, name=tried, force=force, members=members)
+        step = _derive_run(run, command, options, name=tried, force=force, members=members)
         try:
             run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
-            result: Result = _continued(stage, step, options, tried or name)
+            result: Result = _run_command(stage, step, options, tried or name)
         except OutputExists as error:
             if place == len(tries):
                 error.hint = "add \0force\0 to replace it"
@@ -647,7 +653,7 @@ def _made(
     raise AssertionError("unreachable")
 
 
-def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
+def _run_command(stage: Any, step: Run, options: CheckedOptions, name: str) -> Result:
     """Run a command, resuming where the budget or a signal ended it before."""
     if hasattr(options, "resume"):
         suffix = ".nc" if step.command == "hmc" else ".safetensors"
@@ -667,14 +673,14 @@ def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
 def _is_good(run: Run, name: str) -> bool:
     """True where diagnose, judging the posterior alone, finds it good for its target."""
     options = DiagnoseOptions(posterior=[name])
-    found = importlib.import_module("bnncli.commands.diagnose").run(_as_command(run, "diagnose", options), options)
+    found = importlib.import_module("bnncli.commands.diagnose").run(_derive_run(run, "diagnose", options), options)
     return bool(found.extra["verdict"]["is_good"])
 
 
-def _as_command(
+def _derive_run(
     run: Run,
     command: str,
-    options: Checked,
+    options: CheckedOptions,
     *,
     name: str | None = None,
     force: bool = False,
@@ -714,13 +720,13 @@ class _Paired:
 
     def _predicted(self, posterior: str, integrator: str) -> SplitProbabilities:
         judged, val = self.scores.judged_on(self.files[posterior])
-        probs = predicted_on(self.scores.run, judged, val, integrator)
+        probs = predict_split_probs(self.scores.run, judged, val, integrator)
         return SplitProbabilities(val.content.name, probs, val.content.labels)
 
 
 def compute(
     request: Request, rungs: list[Rung], scores: Scores, outside: list[Split], *, keep_accuracy: bool
-) -> Computed:
+) -> ComputationOutput:
     """Return the rows of all candidates, the recommended one with its qualities and detection, and the recommendation's text."""
     task = scores.run.console.task("val", len(rungs))
     for rung in rungs:
@@ -742,11 +748,11 @@ def compute(
         "network": "map",
     }
     rows = [
-        _row(names[key], "plug-in", scored, baseline, is_recommended=found.chosen is None and key == name)
+        _build_row(names[key], "plug-in", scored, baseline, is_recommended=found.chosen is None and key == name)
         for key, scored in points.items()
     ]
     rows += [
-        _row(one.posterior, one.integrator, one.scored, baseline, is_recommended=one is found.chosen)
+        _build_row(one.posterior, one.integrator, one.scored, baseline, is_recommended=one is found.chosen)
         for one in candidates
     ]
     text = recommendation_sentence(found, baseline, names.get(name, ""), words)
@@ -767,10 +773,10 @@ def compute(
             may_replace=may_replace,
         )
 
-    return Computed(publish, {"rows": rows, **{key: told[key] for key in _SHOWN}})
+    return ComputationOutput(publish, {"rows": rows, **{key: told[key] for key in _SHOWN}})
 
 
-def _row(
+def _build_row(
     posterior: str,
     integrator: str,
     scored: ScoredPredictive,
@@ -795,11 +801,11 @@ def _row(
     }
 
 
-def when_fresh(header: Header) -> Computed:
+def read_recommendation(header: Header) -> ComputationOutput:
     """Return the same from an up-to-date recommendation."""
     *rows, told = header.meta["rows"]
     metrics = {"rows": rows, **{key: told[key] for key in _SHOWN}}
-    return Computed(lambda provenance, may_replace: header.content_digest, metrics)
+    return ComputationOutput(lambda provenance, may_replace: header.content_digest, metrics)
 
 
 def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline: str | None) -> Table:
@@ -833,9 +839,9 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline:
     return Table(columns, cells, notes=[note])
 
 
-def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
+def _build_qualities_table(metrics: dict[str, Any]) -> list[Table]:
     """Return a table with one row per quality of the recommended posterior; None without one."""
-    found = recorded_qualities(metrics["qualities"])
+    found = parse_qualities(metrics["qualities"])
     if not found:
         return []
     columns = ["val", *metrics["about"], "difference", "95% interval", "finding"]
@@ -843,7 +849,7 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     return [Table(columns, [one.cells for one in found], notes=notes)]
 
 
-def _averaging(name: str, gaussian: Header | None) -> list[str]:
+def _describe_averaging(name: str, gaussian: Header | None) -> list[str]:
     """Describe how averaging over the Gaussian changes the NLL on val."""
     gain = None if gaussian is None else gaussian.meta["metrics"].get("val_gain")
     if gain is None:
@@ -854,7 +860,7 @@ def _averaging(name: str, gaussian: Header | None) -> list[str]:
     return [f"averaging over {name} changes the val NLL by {shown} nats"]
 
 
-def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
+def _describe_ensemble_cost(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
     """Describe what predicting with an ensemble costs, and the best choice without it."""
     members = read_header(run.folder.posterior(ensemble)).meta["metrics"]["num_members"]
     other = min((row for row in rows if row["posterior"] != ensemble), key=lambda row: float(row["nll"]))

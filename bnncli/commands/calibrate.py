@@ -11,7 +11,7 @@ import numpy as np
 
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND, write_decision
-from bnncli.artifacts.predictions import stored_arrays
+from bnncli.artifacts.predictions import list_arrays
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
 from bnncli.evaluation import detectors
@@ -40,12 +40,12 @@ from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.names import percent
 from bnncli.numerics.random import stream_seed
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import Checked, check_split_name, option
+from bnncli.options.declaration import CheckedOptions, check_split_name, option
 from bnncli.options.shared import check_variant
 from bnncli.session import revisions as _revisions
 from bnncli.session.decisions import maker_of, scores_of
 from bnncli.session.predictions import PredictionGroup, open_groups
-from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.recommendation import recommended
 from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import PredictedSplit
@@ -55,12 +55,12 @@ DEFAULT_CONFIDENCE = 0.95  # that the risk is below its bound
 TUNING_SHARE = 0.2  # of the calibration examples, to tune the regularisation of raps
 
 
-def _scores() -> tuple[str, ...]:
+def _list_scores() -> tuple[str, ...]:
     return tuple(detectors.prediction_detectors())
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(Checked):
+class CalibrateOptions(CheckedOptions):
     """Options of calibrate."""
 
     split: str = option(
@@ -157,7 +157,7 @@ class CalibrateOptions(Checked):
     score: str | None = option(
         None,
         "Score for \0false_alarm\0 and \0shift_level\0. Default: combined, else mutual_info or max_prob.",
-        choices=_scores,
+        choices=_list_scores,
         group="Acceptance, outliers and shift",
         is_rare=True,
     )
@@ -244,7 +244,7 @@ COMMAND = Command(
 def run(run: Run, options: CalibrateOptions) -> Result:
     """Fit and publish each rule for each group of predictions. The result's metrics are by rule."""
     options.check_together()
-    groups = _groups(run, options)
+    groups = _find_groups(run, options)
     if len(options.kinds) * len(groups) > 1 and run.naming.out is not None:
         raise UsageError(
             "--out FILE holds one rule of one posterior: ask for one rule and give --posterior and --integrator"
@@ -265,7 +265,7 @@ def run(run: Run, options: CalibrateOptions) -> Result:
     return total
 
 
-def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, Header]]:
+def _find_groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, Header]]:
     """Return the predictions to calibrate, each with the header of its predictions of the split.
 
     Raises:
@@ -308,7 +308,7 @@ def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, 
 def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: PredictionGroup, header: Header) -> Result:
     """Fit and publish one rule for one group of predictions."""
     if options.score is None:
-        options = replace(options, score=default_score([stored_arrays(header.path)]))
+        options = replace(options, score=default_score([list_arrays(header.path)]))
         if options.score != DEFAULT_SCORE and kind in (OOD, SHIFT):
             run.console.info(
                 f"{group.name}: using the {options.score} score, because its predictions lack the {DEFAULT_SCORE} score"
@@ -337,7 +337,7 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
         lambda: 8 * int(header.meta["num_examples"]) + (1 << 12),
     )
 
-    def compute() -> Computed:
+    def compute() -> ComputationOutput:
         rule, classes, metrics = fit_rule(header, kind, settings, is_tuned=options.is_tuned)
         names = ("posterior", "integrator", "split", "num_examples")
         meta = {name: header.meta[name] for name in names} | {"variant": group.variant, "rule": kind}
@@ -346,12 +346,19 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
             return write_decision(target, rule, meta=meta, provenance=provenance, may_replace=may_replace)
 
-        return Computed(publish, metrics, [f"{group.name}: {said(kind, settings, metrics)}"], _failure(kind, metrics))
+        return ComputationOutput(
+            publish,
+            metrics,
+            [f"{group.name}: {format_guarantee(kind, settings, metrics)}"],
+            _find_failure(kind, metrics),
+        )
 
-    def when_fresh(found: Header) -> Computed:
+    def when_fresh(found: Header) -> ComputationOutput:
         metrics = found.meta["metrics"]
-        text = f"{group.name}: {said(kind, settings, metrics)}"
-        return Computed(lambda provenance, may_replace: found.content_digest, metrics, [text], _failure(kind, metrics))
+        text = f"{group.name}: {format_guarantee(kind, settings, metrics)}"
+        return ComputationOutput(
+            lambda provenance, may_replace: found.content_digest, metrics, [text], _find_failure(kind, metrics)
+        )
 
     return produce(run, request, compute, when_fresh=when_fresh)
 
@@ -369,11 +376,11 @@ def fit_rule(
         message = "this run is multilabel; sets and accepted predictions need mutually exclusive classes"
         raise DataError(message, code="several_labels", path=header.path)
     if kind == SETS:
-        rule, metrics = _sets(split, settings, is_tuned=is_tuned)
+        rule, metrics = _fit_sets(split, settings, is_tuned=is_tuned)
     elif kind == RISK:
-        rule, metrics = _acceptance(split, settings)
+        rule, metrics = _fit_acceptance(split, settings)
     elif kind == OOD:
-        rule, metrics = _outliers(split, settings)
+        rule, metrics = _fit_outliers(split, settings)
     else:
         scores = scores_of(split, settings["score"])
         _require(split, len(scores), 1, what="a test")
@@ -384,7 +391,7 @@ def fit_rule(
 Fit = tuple[Rule, dict[str, Any]]
 
 
-def _sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool) -> Fit:
+def _fit_sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool) -> Fit:
     probs, labels = split.file.probs, split.examples.labels
     assert labels is not None
     coverage, num_classes = settings["coverage"], probs.shape[1]
@@ -393,7 +400,7 @@ def _sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool)
     rows = np.arange(len(labels))
     if is_tuned:
         order = np.random.default_rng(stream_seed(settings["seed"], "sets/tuning")).permutation(len(labels))
-        tuning, rows = np.sort(order[: _num_tuning(split)]), np.sort(order[_num_tuning(split) :])
+        tuning, rows = np.sort(order[: _count_tuning_rows(split)]), np.sort(order[_count_tuning_rows(split) :])
         _require(split, len(tuning), 1, what="choosing the raps penalty")
         score = choose_regularisation(
             probs[tuning], labels[tuning], coverage, seed=seed, uniform=None if uniform is None else uniform[tuning]
@@ -419,7 +426,7 @@ def _sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool)
     }
 
 
-def _num_tuning(split: PredictedSplit) -> int:
+def _count_tuning_rows(split: PredictedSplit) -> int:
     return int(TUNING_SHARE * len(split.examples))
 
 
@@ -442,7 +449,7 @@ def _require_of_classes(split: PredictedSplit, labels: np.ndarray, settings: Map
         )
 
 
-def _acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
+def _fit_acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     examples, risk, certainty = split.examples, settings["risk"], settings["confidence"]
     assert examples.is_right is not None
     _require(split, len(examples), min_accepted(risk, certainty), what=f"a risk of {risk:g}")
@@ -455,7 +462,7 @@ def _acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     }
 
 
-def _outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
+def _fit_outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     scores, rate, certainty = scores_of(split, settings["score"]), settings["false_alarm"], settings["confidence"]
     _require(split, len(scores), min_scores_for_rate(rate, certainty), what=f"a false-alarm rate of {rate:g}")
     rule = fit_outliers(scores, rate, certainty)
@@ -473,7 +480,7 @@ def _require(split: PredictedSplit, count: int, least: int, *, what: str) -> Non
         )
 
 
-def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Return one line with the guarantee and the fit."""
     certainty = settings.get("confidence")
     often = (
@@ -527,7 +534,7 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
     )
 
 
-def _failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
+def _find_failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
     """Return the failure where no threshold is shown to meet the risk, so that the rule accepts nothing."""
     if kind != RISK or metrics["most_doubt"] is not None:
         return None

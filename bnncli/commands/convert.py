@@ -14,17 +14,17 @@ from bnncli.data.arrays import npz_names
 from bnncli.errors import OutputExists, UsageError
 from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.checkpoints import convert_checkpoint
-from bnncli.models.sharded import sharded_folder, shards_of
+from bnncli.models.sharded import find_sharded_folder, shards_of
 from bnncli.models.sklearn_arrays import convert_classifier
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.command import Argument, Command, CommonOptions, WriteOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.session.run import Result, Run
 from bnncli.system.input_files import open_regular
 
 
 @dataclass(frozen=True)
-class ConvertOptions(Checked):
+class ConvertOptions(CheckedOptions):
     """Options of convert."""
 
     trust_pickle: bool = option(
@@ -81,7 +81,7 @@ def run(run: Run, options: ConvertOptions) -> Result:
     if target.exists():
         _check_kind(target, "npz" if is_classifier else "safetensors")
     check_writable(target.parent, hint="write to another folder")
-    if not (source.is_dir() and (sharded_folder(source) or shards_of(source))):
+    if not (source.is_dir() and (find_sharded_folder(source) or shards_of(source))):
         with open_regular(source):  # a missing file is reported before the slow imports
             pass
     if is_classifier:

@@ -17,14 +17,14 @@ from bnncli.commands.refine import RefineOptions
 from bnncli.commands.report import ReportOptions
 from bnncli.errors import MissingInput, OutputExists
 from bnncli.options.command import Command, CommandLine, CommonOptions, ComputeOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.options.predict import PredictOptions
 from bnncli.options.scoring import EvaluateOptions
 from bnncli.session.run import Result, Run
 
 
 @dataclass(frozen=True)
-class DemoOptions(Checked):
+class DemoOptions(CheckedOptions):
     """Options of demo."""
 
     dir: str = option("bnncli-demo", "Folder for the demo.", metavar="DIR", writes=True)
@@ -55,7 +55,7 @@ def run(run: Run, options: DemoOptions) -> Result:
         files = [str(checkpoint), *(str(folder / f"{split}.npz") for split in (*DATA, *OUTSIDE))]
         return Result(lines=files, extra={"files": files})
     steps = (
-        ("extract-features", _extract(folder)),
+        ("extract-features", _build_extract_options(folder)),
         ("fit-temperature", FitTemperatureOptions()),
         ("fit-laplace", FitLaplaceOptions()),
         ("refine", RefineOptions()),
@@ -80,7 +80,7 @@ def run(run: Run, options: DemoOptions) -> Result:
             total.tables, total.extra = result.tables, result.extra
     total.summary = []
     total.extra["step_seconds"] = seconds
-    total.lines = _where(folder, checkpoint, seconds)
+    total.lines = _format_locations(folder, checkpoint, seconds)
     return total
 
 
@@ -106,14 +106,14 @@ def _copy_fixture(folder: Path, *, may_replace: bool) -> Path:
     return folder / CHECKPOINT
 
 
-def _extract(folder: Path) -> ExtractFeaturesOptions:
+def _build_extract_options(folder: Path) -> ExtractFeaturesOptions:
     """Options of extract-features."""
     data = [f"{split}=npz:{folder / f'{split}.npz'}" for split in DATA]
     outside = [f"{split}=npz:{folder / f'{split}.npz'}" for split in OUTSIDE]
     return ExtractFeaturesOptions(model="lenet5", data=data, ood=outside)
 
 
-def _where(folder: Path, checkpoint: Path, seconds: dict[str, float]) -> list[str]:
+def _format_locations(folder: Path, checkpoint: Path, seconds: dict[str, float]) -> list[str]:
     run_folder = f"{checkpoint}.bnn"
     took = ", ".join(f"{command} {value:.1f}" for command, value in seconds.items())
     return [

@@ -22,7 +22,7 @@ from bnncli.models.checkpoints import load_checkpoint
 from bnncli.models.head import Head
 from bnncli.models.sharded import checkpoint_sha256
 from bnncli.options.command import CKPT, COMPUTE, Argument, Command, InputOptions, NameOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.options.shared import trust_code_option
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import STATE, ModuleLayout
@@ -33,13 +33,13 @@ from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, load_split
 from bnncli.session.network import Network
 from bnncli.session.network_splits import BATCH, NetworkReader, network_sources
-from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior, span_to_fit
+from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior, span_to_fit
 from bnncli.session.produce import Request
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import (
-    labeled_val,
+    load_labeled_val,
     measure_probs_on_val,
-    predicted_on,
+    predict_split_probs,
     require_labeled_val,
     val_lines,
     warn_if_worse,
@@ -55,7 +55,7 @@ TRAINED, TEMPERATURE, LAPLACE = "trained", "temperature", "laplace"
 
 
 @dataclass(frozen=True)
-class FitEnsembleOptions(Checked):
+class FitEnsembleOptions(CheckedOptions):
     """Options of fit-ensemble."""
 
     each: str = option(
@@ -93,7 +93,9 @@ def run(run: Run, options: FitEnsembleOptions) -> Result:
     """Combine the networks and publish. The result's metrics have the cost and the scores on val."""
     members = sorted((Path(one) for one in run.arguments["member"]), key=lambda path: (path.name, str(path)))
     first = load_split(run, "train" if options.each == LAPLACE else (run.folder.splits() or ["train"])[0])
-    val = require_labeled_val(run, "the temperature is chosen") if options.each == TEMPERATURE else labeled_val(run)
+    val = (
+        require_labeled_val(run, "the temperature is chosen") if options.each == TEMPERATURE else load_labeled_val(run)
+    )
     if first.content.head_weight is None or first.checkpoint is None:
         raise UsageError("this run has only features, no network; an ensemble needs checkpoints")
     _check_apart(run, members)
@@ -117,7 +119,7 @@ def run(run: Run, options: FitEnsembleOptions) -> Result:
         estimated_bytes=lambda: sum(path.stat().st_size for path in (run.checkpoint_path, *members)),
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         return fit_members(run, options, first, val, members)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
@@ -132,7 +134,9 @@ def _check_apart(run: Run, members: list[Path]) -> None:
                 raise UsageError(f"MEMBER: {path} is given twice; members must be different networks")
 
 
-def fit_members(run: Run, options: FitEnsembleOptions, first: Split, val: Split | None, members: list[Path]) -> Fitted:
+def fit_members(
+    run: Run, options: FitEnsembleOptions, first: Split, val: Split | None, members: list[Path]
+) -> FitOutput:
     """Return the members as a posterior, with metrics."""
     reader = NetworkReader(run, options.trust_code)
     with reader.recorded.visible():
@@ -142,9 +146,9 @@ def fit_members(run: Run, options: FitEnsembleOptions, first: Split, val: Split 
         _check_different(networks)
         thetas = [read_theta(network.module, layout, path, run.checkpoint_path) for path, network in networks.items()]
         if options.each == LAPLACE:
-            tensors, meta, found = _mixture(run, reader, list(networks.values()), torch.stack(thetas), layout, val)
+            tensors, meta, found = _fit_mixture(run, reader, list(networks.values()), torch.stack(thetas), layout, val)
         else:
-            tensors, meta, found = _ensemble(
+            tensors, meta, found = _build_ensemble(
                 run, reader, options.each, Ensemble(torch.stack(thetas), layout), first, val
             )
     costs = [gradient_passes(path) for path in networks]
@@ -155,7 +159,7 @@ def fit_members(run: Run, options: FitEnsembleOptions, first: Split, val: Split 
         "gradient_passes": sum(known) if len(known) == len(costs) else None,
         **found,
     }
-    return Fitted(tensors, {**meta, "layers": STATE}, metrics, first)
+    return FitOutput(tensors, {**meta, "layers": STATE}, metrics, first)
 
 
 def open_member(run: Run, first: Network, path: Path) -> Network:
@@ -192,7 +196,7 @@ def read_theta(module: nn.Module, layout: ModuleLayout, path: Path, first: Path)
     return layout.join({part.name: state[part.name].detach() for part in layout.parts}).float().cpu()
 
 
-def _mixture(
+def _fit_mixture(
     run: Run, reader: NetworkReader, networks: list[Network], states: Tensor, layout: ModuleLayout, val: Split | None
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """Fit a Gaussian to each network's last layer with fit-laplace's defaults. Return tensors, metadata and metrics."""
@@ -200,7 +204,7 @@ def _mixture(
     gaussians, heads, told = [], [], []
     for number, network in enumerate(networks):
         seen = [None if split is None else _member_split(reader, network, split, number) for split in (train, val)]
-        fitted, head = _laplace(run, seen[0] or train, seen[1])
+        fitted, head = _fit_laplace(run, seen[0] or train, seen[1])
         gaussians.append(cast("Gaussian[HeadLayout]", Gaussian.from_tensors(dict(fitted.tensors), dict(fitted.meta))))
         heads.append(head)
         told.append(fitted.metrics)
@@ -208,7 +212,7 @@ def _mixture(
     found: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
     found |= {name: [one[name] for one in told] for name in ("prior_precision", "structure")}
     if val is not None:
-        probs = predicted_on(run, posterior.to(run.device), reader.split(val, STATE), "mc")
+        probs = predict_split_probs(run, posterior.to(run.device), reader.split(val, STATE), "mc")
         how: dict[str, Any] = {"method": "mola", "integrator": "mc", "num_draws": posterior.default_samples}
         found |= measure_probs_on_val(run, probs, val, **how)
         found["val_nll_members"] = [one["val_nll_laplace"] for one in told]
@@ -236,7 +240,7 @@ def _member_split(reader: NetworkReader, network: Network, split: Split, number:
     return replace(split, content=content)
 
 
-def _laplace(run: Run, train: Split, val: Split | None) -> tuple[Fitted, Tensor]:
+def _fit_laplace(run: Run, train: Split, val: Split | None) -> tuple[FitOutput, Tensor]:
     """Run fit-laplace on a member's features with its defaults. Return the fit and the head (H,) as trained."""
     span = span_to_fit(run, train, structure="auto", num_draws=NUM_DRAWS)
     known: dict[str, Any] = {
@@ -253,17 +257,17 @@ def _laplace(run: Run, train: Split, val: Split | None) -> tuple[Fitted, Tensor]
     return fitted, head
 
 
-def _ensemble(
+def _build_ensemble(
     run: Run, reader: NetworkReader, each: str, posterior: Ensemble, first: Split, val: Split | None
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """Return tensors, metadata and metrics of the networks, as trained or at their best joint temperature on val."""
     found: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
     if val is not None:
         assert val.content.labels is not None
-        logits, labels = _logits(run, reader, posterior, val), torch.from_numpy(val.content.labels)
+        logits, labels = _compute_logits(run, reader, posterior, val), torch.from_numpy(val.content.labels)
         losses = None
         if each == TEMPERATURE:
-            posterior, logits, losses, temperature = _at_temperature(run, reader, posterior, first, logits, labels)
+            posterior, logits, losses, temperature = _apply_temperature(run, reader, posterior, first, logits, labels)
             found["temperature"] = temperature
         probs = posterior.layout.likelihood.class_probabilities(logits.double(), dim=2).numpy()
         own = [score_predictive("member", one, val.content.labels).nll for one in probs]
@@ -280,7 +284,7 @@ _AT_ONCE = 500  # examples
 
 
 @no_grad
-def _logits(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) -> Tensor:
+def _compute_logits(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) -> Tensor:
     """Return the members' logits (M, N, K) on val, on the CPU."""
     inputs = reader.split(val, STATE).inputs
     task = run.console.task("val", len(posterior.members) * len(inputs))
@@ -294,7 +298,7 @@ def _logits(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) ->
     return torch.stack(found)
 
 
-def _at_temperature(
+def _apply_temperature(
     run: Run, reader: NetworkReader, posterior: Ensemble, first: Split, logits: Tensor, labels: Tensor
 ) -> tuple[Ensemble, Tensor, Tensor | None, float]:
     """Return the members and their logits at the best temperature on val, its cross-validated losses, and the temperature. Without a finite optimum, leave them unchanged."""

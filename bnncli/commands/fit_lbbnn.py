@@ -39,13 +39,20 @@ from bnncli.likelihoods import name_to_record, outputs_for
 from bnncli.names import percent
 from bnncli.numerics.random import on_device
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import Checked, option, parse_positive
+from bnncli.options.declaration import CheckedOptions, option, parse_positive
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, load_split
-from bnncli.session.posteriors import Cost, Fitted, Report, posterior_request, produce_posterior
-from bnncli.session.produce import Request, Resumable, begun_before, resumable_training, say_who_works, stored_in
+from bnncli.session.posteriors import Cost, FitOutput, Report, posterior_request, produce_posterior
+from bnncli.session.produce import (
+    Request,
+    Resumable,
+    prepare_resumable_training,
+    report_idle_workers,
+    select_own_states,
+    take_begun_states,
+)
 from bnncli.session.run import Result, Run
 from bnncli.system.workers import Team, team
 from bnncli.targets.blocks import FeatureBlocks
@@ -83,7 +90,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class FitLbbnnOptions(Checked):
+class FitLbbnnOptions(CheckedOptions):
     """Options of fit-lbbnn."""
 
     hidden: str | None = option(
@@ -219,7 +226,7 @@ class FitLbbnnOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.hidden_sizes, self.start_logits  # raises for bad values before any work
-        _sizes("\0flow_hidden\0", self.flow_hidden)
+        _parse_sizes("\0flow_hidden\0", self.flow_hidden)
         if self.slab_sd != "auto":
             parse_positive(self.slab_sd, "\0slab_sd\0", "auto or a positive number")
         for name, estimators in _ONLY.items():
@@ -250,12 +257,12 @@ class FitLbbnnOptions(Checked):
     @property
     def hidden_sizes(self) -> tuple[int, ...]:
         """Return the outputs of each hidden layer."""
-        return _sizes("\0hidden\0", self.hidden)
+        return _parse_sizes("\0hidden\0", self.hidden)
 
     @property
     def flow_sizes(self) -> tuple[int, ...]:
         """Return the hidden units of the coupling layers' networks."""
-        return _sizes("\0flow_hidden\0", self.flow_hidden)
+        return _parse_sizes("\0flow_hidden\0", self.flow_hidden)
 
     @property
     def start_logits(self) -> tuple[float, float]:
@@ -269,7 +276,7 @@ class FitLbbnnOptions(Checked):
         return low, high
 
 
-def _sizes(flag: str, text: str | None) -> tuple[int, ...]:
+def _parse_sizes(flag: str, text: str | None) -> tuple[int, ...]:
     if not text:
         return ()
     parts = text.split(",")
@@ -314,7 +321,7 @@ def run(run: Run, options: FitLbbnnOptions) -> Result:
         estimated_bytes=lambda: 4 * options.repeats * (3 * layout.num_weights + 2 * layout.num_biases),
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         return fit_networks(run, options, train, val, layout=layout, request=request)
 
     return produce_posterior(run, request, fit, _report)
@@ -406,10 +413,10 @@ class LatentTraining:
         self, others: Team, start: LatentModel, state: dict[str, Tensor] | None, resumable: Resumable
     ) -> TrainedRepeats:
         begin, groups = time.monotonic(), split_repeats(self.layout, start.num_repeats, start.device)
-        say_who_works(self.run, others, len(groups))
-        begun = begun_before(state)
+        report_idle_workers(self.run, others, len(groups))
+        begun = take_begun_states(state)
         left = len(groups) * self.plan.epochs - sum(map(_num_epochs, begun.values()))
-        stored = stored_in(resumable, begun, others, len(groups))
+        stored = select_own_states(resumable, begun, others, len(groups))
 
         def fit(model: LatentModel, first: int, seat: Seat) -> Mapping[str, Tensor]:
             stream = f"fit-lbbnn/train/{first}"
@@ -422,7 +429,7 @@ class LatentTraining:
     def _start(self, slab_sds: Sequence[float], *, num_repeats: int) -> LatentModel:
         """Return the start of the fit, or of the search before it, both from the same random stream."""
         generator = self.run.stream("fit-lbbnn/start")
-        return start_of(
+        return build_start(
             self.options, self.layout, slab_sds, num_repeats=num_repeats, generator=generator, device=self.run.device
         )
 
@@ -439,38 +446,38 @@ class LatentTraining:
 
 def fit_networks(
     run: Run, options: FitLbbnnOptions, train: Split, val: Split | None, *, layout: NetworkLayout, request: Request
-) -> Fitted:
+) -> FitOutput:
     """Fit the networks, and measure the bound, the density and the scores on val."""
     check_memory(options, layout, run.device, num_examples=len(train.content.features), is_searched=val is not None)
     features = train.resident(run.device)
     data = TrainingData(
         features, train.labels(run.device), Scaling.of(features, run.device) if options.standardize else None
     )
-    plan = plan_of(options, len(features))
-    _warn(run, short_plan(options, plan, len(features)))
+    plan = make_plan(options, len(features))
+    _warn(run, warn_of_short_plan(options, plan, len(features)))
     training = LatentTraining(run, options, layout, data, plan)
-    resumable = _resumable(run, options, request, layout)
+    resumable = _open_resumable(run, options, request, layout)
     with resumable.hint():
         state = resumable.restore()
         search = None if val is None else training.search(val)
-        model, history, seconds = training.fit(_slab_sd(options, search), state, resumable)
+        model, history, seconds = training.fit(_choose_slab_sd(options, search), state, resumable)
     posterior = _posterior(run, model, history)
     if data.scaling is not None:
         posterior = replace(posterior, shift=data.scaling.shift, scale=data.scaling.scale)
     # What is drawn of the other repeats is not used; in one process it is drawn all the same, and numbers stay what they were.
     measured = posterior if team() is None else posterior.of_best()
     metrics = measure(run, measured, data, variance=options.variance or "exact", estimator=options.estimator)
-    passes = epochs_of(options) * options.repeats * (options.multiplier_draws or 1)
+    passes = choose_epochs(options) * options.repeats * (options.multiplier_draws or 1)
     if val is not None:
-        passes += search_epochs(epochs_of(options)) * len(CANDIDATES)
+        passes += search_epochs(choose_epochs(options)) * len(CANDIDATES)
     metrics |= Cost.of_fit(passes, is_last_layer=True).to_metrics()
     metrics |= {
         "slab_sd_search": search,
-        "log_likelihood_of_shares": guessing(data.labels, layout.num_classes),
-        "rise": rise(history, posterior.best),
+        "log_likelihood_of_shares": compute_guessing_likelihood(data.labels, layout.num_classes),
+        "rise": compute_rise(history, posterior.best),
     }
-    _warn(run, still_rising(metrics["rise"], plan.schedule))
-    _warn(run, poor_fit(metrics, features, is_standardized=options.standardize))
+    _warn(run, warn_of_rise(metrics["rise"], plan.schedule))
+    _warn(run, warn_of_poor_fit(metrics, features, is_standardized=options.standardize))
     tensors, meta = posterior.to_tensors()
     tensors |= history.tensors()
     meta |= {
@@ -481,7 +488,7 @@ def fit_networks(
         "default_samples": default_samples(layout, options.repeats),
     }
     told = {"seconds_per_epoch": seconds}
-    return Fitted(tensors, meta, metrics, train, told=told, publishing=resumable.publishing)
+    return FitOutput(tensors, meta, metrics, train, told=told, publishing=resumable.publishing)
 
 
 def check_memory(
@@ -507,10 +514,10 @@ def check_memory(
         memory.require_latent(layout, device, num_repeats=repeats, most_at_once=at_once, hint=advice, **sizes)
 
 
-def plan_of(options: FitLbbnnOptions, num_examples: int) -> Plan:
+def make_plan(options: FitLbbnnOptions, num_examples: int) -> Plan:
     """Return the plan of a fit to `num_examples` with resolved options."""
     return Plan(
-        epochs=epochs_of(options),
+        epochs=choose_epochs(options),
         batch_size=min(options.batch_size, num_examples),
         learning_rate=options.learning_rate or HEAD_RATE,
         schedule=options.schedule or "constant",
@@ -534,11 +541,11 @@ def _warn(run: Run, warning: str | None) -> None:
         run.console.warn(warning)
 
 
-def short_plan(options: FitLbbnnOptions, plan: Plan, num_examples: int) -> str | None:
+def warn_of_short_plan(options: FitLbbnnOptions, plan: Plan, num_examples: int) -> str | None:
     """Return a warning where a plan's steps cannot move an inclusion logit from its start to the prior; else None."""
     high = options.start_logits[1]
     prior = math.log(options.prior_inclusion / (1 - options.prior_inclusion))
-    need, farthest = high - prior, reach(plan, num_examples)
+    need, farthest = high - prior, compute_reach(plan, num_examples)
     if farthest >= need * (1 - 1e-9):  # sums round
         return None
     steps = plan.epochs * math.ceil(num_examples / plan.batch_size)
@@ -550,7 +557,7 @@ def short_plan(options: FitLbbnnOptions, plan: Plan, num_examples: int) -> str |
     )
 
 
-def reach(plan: Plan, num_examples: int) -> float:
+def compute_reach(plan: Plan, num_examples: int) -> float:
     """Return how far an inclusion logit can move at most. Adam's steps are about as long as its learning rate."""
     num_batches = math.ceil(num_examples / plan.batch_size)
     early = min(plan.early_epochs, plan.epochs)
@@ -568,7 +575,7 @@ def _num_epochs(state: State) -> int:
     return len(state.get("history.density", ()))
 
 
-def start_of(
+def build_start(
     options: FitLbbnnOptions,
     layout: NetworkLayout,
     slab_sds: Sequence[float],
@@ -610,16 +617,16 @@ def start_of(
     return LatentModel(layout, factors, prior, tuple(multipliers))
 
 
-def _resumable(run: Run, options: FitLbbnnOptions, request: Request, layout: NetworkLayout) -> Resumable:
+def _open_resumable(run: Run, options: FitLbbnnOptions, request: Request, layout: NetworkLayout) -> Resumable:
     """Return the resumable state of the fit. Workers that share the repeats each have the state of theirs."""
     also = {}
     if team() is not None:
         groups = split_repeats(layout, options.repeats, run.device)
         also = {"groups": ",".join(str(part.stop - part.start) for part in groups)}
-    return resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
+    return prepare_resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
 
 
-def _slab_sd(options: FitLbbnnOptions, search: list[dict[str, float]] | None) -> float:
+def _choose_slab_sd(options: FitLbbnnOptions, search: list[dict[str, float]] | None) -> float:
     """Return the slab's standard deviation: the best on val, or as given."""
     return float(options.slab_sd) if search is None else min(search, key=lambda one: one["val_nll"])["slab_sd"]
 
@@ -642,10 +649,10 @@ def measure(run: Run, posterior: LatentBinary, data: TrainingData, *, variance: 
     """
     model, best = posterior.model, posterior.best
     generator = on_device(run.stream("fit-lbbnn/bound"), run.device)
-    exact = _by_weights(run, posterior, data, generator)
+    exact = _evaluate_by_weights(run, posterior, data, generator)
     metrics: dict[str, Any] = {"estimator": estimator, "expected_log_likelihood": _estimate(exact)}
     if estimator != "concrete":
-        drawn = _by_activations(run, posterior, data, variance, generator)
+        drawn = _evaluate_by_activations(run, posterior, data, variance, generator)
         metrics["expected_log_likelihood_of_activations"] = _estimate(drawn)
     weight = average_divergence(model, generator)[best]
     factors = model.factors
@@ -662,7 +669,7 @@ def measure(run: Run, posterior: LatentBinary, data: TrainingData, *, variance: 
     if len(flows):
         error = math.hypot(error, _estimate(flows.sum(dim=1))["standard_error"])
     metrics["bound"] = {"value": value, "standard_error": error}
-    metrics |= densities(posterior)
+    metrics |= compute_densities(posterior)
     if model.layout.sizes[1:] == (1,) and model.layout.num_features <= MAX_INPUTS:
         metrics["inputs"] = input_inclusions(factors.inclusion.detach())
     metrics["prior_inclusion"] = model.prior.inclusion[min(best, len(model.prior.inclusion) - 1)].tolist()
@@ -673,7 +680,7 @@ def measure(run: Run, posterior: LatentBinary, data: TrainingData, *, variance: 
 NUM_PASSES = 8  # passes over the data for the expected log likelihood
 
 
-def _by_weights(run: Run, posterior: LatentBinary, data: TrainingData, generator: torch.Generator) -> Tensor:
+def _evaluate_by_weights(run: Run, posterior: LatentBinary, data: TrainingData, generator: torch.Generator) -> Tensor:
     """Return the log likelihood of all data, (S,), under exact draws of the weights."""
     model = posterior.model
     repeats = torch.full((NUM_PASSES,), posterior.best, device=model.device)
@@ -690,7 +697,7 @@ def _estimate(values: Tensor) -> dict[str, float]:
     return {"value": float(values.mean()), "standard_error": float(values.std()) / math.sqrt(len(values))}
 
 
-def _by_activations(
+def _evaluate_by_activations(
     run: Run, posterior: LatentBinary, data: TrainingData, variance: str, generator: torch.Generator
 ) -> Tensor:
     """Return the log likelihood of all data, (S,), under drawn activations."""
@@ -737,7 +744,7 @@ def _flow_divergences(run: Run, posterior: LatentBinary, generator: torch.Genera
     return torch.cat(found) if found else torch.zeros(0, model.layout.num_layers, dtype=torch.float64)
 
 
-def densities(posterior: LatentBinary) -> dict[str, Any]:
+def compute_densities(posterior: LatentBinary) -> dict[str, Any]:
     """Return the fraction of weights that are in, by layer and overall: expected, and in the median probability model."""
     layout, logit = posterior.model.layout, posterior.model.factors.logit[posterior.best].detach()
     views = layout.weights(logit)
@@ -752,13 +759,13 @@ def densities(posterior: LatentBinary) -> dict[str, Any]:
     }
 
 
-def epochs_of(options: FitLbbnnOptions) -> int:
+def choose_epochs(options: FitLbbnnOptions) -> int:
     """Return the number of epochs of resolved options."""
     assert options.epochs is not None  # resolved
     return options.epochs
 
 
-def guessing(labels: Tensor, num_classes: int) -> float:
+def compute_guessing_likelihood(labels: Tensor, num_classes: int) -> float:
     """Return the log likelihood, in nats, of labels (N,) or (N, C) under the frequencies of the classes."""
     if labels.ndim == 2:
         there = labels.cpu().double().sum(dim=0)
@@ -773,7 +780,7 @@ def guessing(labels: Tensor, num_classes: int) -> float:
 MIN_EPOCHS = 10  # with fewer, a tenth of them is none
 
 
-def rise(history: History, best: int) -> float | None:
+def compute_rise(history: History, best: int) -> float | None:
     """Return the relative rise of the bound over the last tenth of the epochs; None for fewer than ten epochs."""
     bound = history.bound()[:, best]
     tenth = len(bound) // 10
@@ -785,7 +792,7 @@ def rise(history: History, best: int) -> float | None:
 STEEP = 0.1  # relative rise over the last tenth of the epochs that shows a bound far from its end
 
 
-def still_rising(share: float | None, schedule: str) -> str | None:
+def warn_of_rise(share: float | None, schedule: str) -> str | None:
     """Return a warning where the bound still rises steeply at the end of a fit at a constant learning rate; else None."""
     if share is None or share < STEEP or schedule != "constant":
         return None
@@ -797,7 +804,7 @@ LARGE = (
 )
 
 
-def poor_fit(metrics: dict[str, Any], features: Tensor, *, is_standardized: bool) -> str | None:
+def warn_of_poor_fit(metrics: dict[str, Any], features: Tensor, *, is_standardized: bool) -> str | None:
     """Return a warning where drawn networks explain the training labels worse than the classes' frequencies; else None."""
     value, guess, count = (
         metrics["expected_log_likelihood"]["value"],
@@ -824,10 +831,10 @@ def default_samples(layout: NetworkLayout, num_repeats: int) -> int:
 
 
 def _report(meta: Mapping[str, Any]) -> Report:
-    return Report(meta["metrics"], summary(meta["metrics"]))
+    return Report(meta["metrics"], format_summary(meta["metrics"]))
 
 
-def summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: dict[str, Any]) -> list[str]:
     """Return the summary for people."""
     if not metrics:
         return []

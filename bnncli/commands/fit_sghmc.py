@@ -27,10 +27,10 @@ from bnncli.parameters.prior import initial_theta
 from bnncli.posteriors.samples import Samples
 from bnncli.session import revisions as _revisions
 from bnncli.session.chains import (
-    deciding_line,
+    format_deciding_diagnostic,
+    format_other_diagnostics,
     head_judges,
     network_judge,
-    other_lines,
     parameter_judge,
     parameter_metrics,
     prediction_metrics,
@@ -39,15 +39,15 @@ from bnncli.session.inputs import open_posterior
 from bnncli.session.posteriors import (
     LEAVE_OUT,
     Cost,
-    Fitted,
+    FitOutput,
     Fitting,
     Report,
     TargetFit,
-    chosen_instead,
     produce_fit,
+    suggest_default_learning_rate,
     weaker_prior,
 )
-from bnncli.session.produce import Request, ResumableDraws, resumable_training
+from bnncli.session.produce import Request, ResumableDraws, prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
 
@@ -259,7 +259,7 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
             num_predicting=num_draws,
         )
 
-    def work(fitting: Fitting) -> Fitted:
+    def work(fitting: Fitting) -> FitOutput:
         return sample_chains(fitting, options)
 
     asked = TargetFit(
@@ -275,19 +275,19 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
 
 
-def sample_chains(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
+def sample_chains(fitting: Fitting, options: FitSghmcOptions) -> FitOutput:
     """Run the chains, judge them and measure the draws on val."""
     run, target = fitting.run, fitting.target
     start = fitting.start.expand(options.chains, -1)
     if options.start == "init":
         start = initial_theta(fitting.train.layout, options.chains, stream_seed(run.compute.seed, "fit-sghmc/start"))
-    whitening = _whitening(fitting, options)
+    whitening = _open_whitening(fitting, options)
     chosen, told = _make_plan(fitting, options, start[0].to(run.device), whitening)
     store = DrawFile(fitting.request.target, num_chains=options.chains, num_params=target.layout.num_params)
-    resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
+    resumable = prepare_resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     resume = ResumableDraws(resumable, store)
     try:
-        with resumable.hint(), chosen_instead(options.learning_rate):
+        with resumable.hint(), suggest_default_learning_rate(options.learning_rate):
             drawn = sample_sghmc(
                 target,
                 chosen.plan,
@@ -305,16 +305,18 @@ def sample_chains(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
     metrics = _metrics(fitting, options, drawn, chosen.plan) | told
     passes = chosen.plan.epochs * options.chains + chosen.passes
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
-    for text in warnings(metrics):
+    for text in list_warnings(metrics):
         run.console.warn(text)
     if fitting.val is not None:
         posterior = Samples(drawn.draws, target.layout).to(run.device)
         metrics |= measure_on_val(run, posterior, fitting.val, method="sghmc")
     meta = {**fitting.meta, "type": "samples"}
-    return Fitted({}, meta, metrics, fitting.train, write=partial(_write, fitting, drawn), publishing=resume.publishing)
+    return FitOutput(
+        {}, meta, metrics, fitting.train, write=partial(_write, fitting, drawn), publishing=resume.publishing
+    )
 
 
-def _whitening(fitting: Fitting, options: FitSghmcOptions) -> WhiteCoordinates | None:
+def _open_whitening(fitting: Fitting, options: FitSghmcOptions) -> WhiteCoordinates | None:
     """Return the base's Gaussian where its covariance preconditions the chains.
 
     Raises:
@@ -362,7 +364,7 @@ def _make_plan(
         squares=run.stream("fit-sghmc/squares"),
         generator=run.stream("fit-sghmc/stiffness"),
     )
-    by_steps, by_batches = (_finite(one) for one in chosen.excess)
+    by_steps, by_batches = (_replace_infinite(one) for one in chosen.excess)
     told = {
         "learning_rate": chosen.plan.learning_rate,
         "learning_rate_by": "given" if options.learning_rate is not None else "stiffness",
@@ -381,7 +383,7 @@ def _center_of_base(fitting: Fitting) -> list[torch.Tensor]:
     return [open_posterior(fitting.base.path)[0].mean.to(fitting.run.device)]
 
 
-def _finite(value: float) -> float | None:
+def _replace_infinite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -441,7 +443,7 @@ def _drop_unknown_sizes(judged: Convergence, num_draws: int) -> Convergence:
 LARGE = 0.5  # relative excess of the variance that is worth a warning
 
 
-def warnings(metrics: dict[str, Any]) -> list[str]:
+def list_warnings(metrics: dict[str, Any]) -> list[str]:
     """Return the reasons to distrust the draws."""
     found = []
     r_hat = deciding_numbers(metrics).r_hat
@@ -450,16 +452,16 @@ def warnings(metrics: dict[str, Any]) -> list[str]:
         found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); use more --epochs")
     steps, batches = metrics["excess_by_steps"], metrics["excess_by_batches"]
     if steps is None or steps > LARGE:
-        found.append(f"steps are too long for the stiffest direction; {_shorter(metrics)}")
+        found.append(f"steps are too long for the stiffest direction; {_advise_shorter_steps(metrics)}")
     if batches is not None and batches > LARGE:
         found.append(
-            f"minibatch noise makes the variance along the stiffest direction up to {_share(batches)} too large: "
+            f"minibatch noise makes the variance along the stiffest direction up to {_format_share(batches)} too large: "
             "use a larger --batch-size or a smaller --learning-rate"
         )
     return found
 
 
-def _shorter(metrics: dict[str, Any]) -> str:
+def _advise_shorter_steps(metrics: dict[str, Any]) -> str:
     """Return advice for shorter steps."""
     if metrics["learning_rate_by"] == "given":
         return LEAVE_OUT
@@ -498,12 +500,12 @@ def _write(
 def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     metrics = meta["metrics"]
     warn_if_worse(run, request.target, metrics, method="sghmc", also=weaker_prior(meta))
-    return Report(metrics, summary(metrics))
+    return Report(metrics, format_summary(metrics))
 
 
-def summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: dict[str, Any]) -> list[str]:
     """Return the summary for people."""
-    lines = [deciding_line(metrics), *other_lines(metrics)]
+    lines = [format_deciding_diagnostic(metrics), *format_other_diagnostics(metrics)]
     starts = "the same weights" if metrics["start"] == "checkpoint" else "separate initialisations"
     lines.append(
         f"all chains started at {starts} and saw the same minibatches, so R-hat cannot detect an error that they share"
@@ -518,12 +520,12 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     )
     lines.append(
         f"steps are never rejected: along the stiffest direction (curvature {metrics['stiffness']:.3g}), the "
-        f"step length makes the variance {_share(metrics['excess_by_steps'])} too large, and minibatch noise "
-        f"makes it up to {_share(metrics['excess_by_batches'])} too large"
+        f"step length makes the variance {_format_share(metrics['excess_by_steps'])} too large, and minibatch noise "
+        f"makes it up to {_format_share(metrics['excess_by_batches'])} too large"
     )
     lines += val_lines(metrics)
     return lines
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return "an unbounded factor" if value is None else f"{value:.2g} times" if value >= 1 else percent(value, ".2g")

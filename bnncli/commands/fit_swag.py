@@ -20,16 +20,16 @@ from bnncli.session import revisions as _revisions
 from bnncli.session.posteriors import (
     LEAVE_OUT,
     Cost,
-    Fitted,
+    FitOutput,
     Fitting,
     Report,
     TargetFit,
-    beside_base,
-    chosen_instead,
+    compare_with_base,
     produce_fit,
+    suggest_default_learning_rate,
     weaker_prior,
 )
-from bnncli.session.produce import Request, resumable_training
+from bnncli.session.produce import Request, prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
 
@@ -142,7 +142,7 @@ def run(run: Run, options: FitSwagOptions) -> Result:
         num_vectors = _VECTORS + 4 * options.num_columns
         return StochasticFitPlan(num_vectors, 1, options.examples_a_step(num_examples), num_predicting=num_predicting)
 
-    def work(fitting: Fitting) -> Fitted:
+    def work(fitting: Fitting) -> FitOutput:
         return fit_gaussian(fitting, options)
 
     asked = TargetFit(
@@ -156,12 +156,12 @@ def run(run: Run, options: FitSwagOptions) -> Result:
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
 
 
-def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> Fitted:
+def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> FitOutput:
     """Run SGD, fit the Gaussian to its iterates and measure it on val."""
     run, target, start = fitting.run, fitting.target, fitting.start
     plan, told, passes = _make_plan(fitting, options, start)
-    resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
-    with resumable.hint(), chosen_instead(options.learning_rate):
+    resumable = prepare_resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
+    with resumable.hint(), suggest_default_learning_rate(options.learning_rate):
         found = fit_swag(
             target,
             plan,
@@ -174,13 +174,13 @@ def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> Fitted:
     metrics = _metrics(fitting, plan, found, start) | told
     passes += plan.warmup + plan.epochs
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
-    for text in warnings(metrics):
+    for text in list_warnings(metrics):
         run.console.warn(text)
     if fitting.val is not None:
         metrics |= measure_on_val(run, found.gaussian, fitting.val, method="swag")
     tensors, meta = found.gaussian.to_tensors()
     tensors["history.log_joint"] = found.history
-    return Fitted(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
+    return FitOutput(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
 
 
 def _make_plan(
@@ -219,7 +219,7 @@ def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tens
     """Return metrics of the fit and the spread of the Gaussian."""
     target, gaussian = fitting.target, found.gaussian
     shares = gaussian.covariance.marginal_variances() * fitting.prior.diagonal(target.layout, device=target.device)  # type: ignore[attr-defined]
-    beside = beside_base(fitting.base, gaussian)
+    beside = compare_with_base(fitting.base, gaussian)
     ends = target.log_joint(torch.stack([start, gaussian.mean])).tolist()
     return {
         "structure": gaussian.covariance.structure,
@@ -248,7 +248,7 @@ def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tens
 TOO_NARROW = 1e-6
 
 
-def warnings(metrics: dict[str, Any]) -> list[str]:
+def list_warnings(metrics: dict[str, Any]) -> list[str]:
     """Return the reasons to distrust the spread."""
     found, rate = [], f"{metrics['learning_rate']:.3g}"
     slower = LEAVE_OUT if metrics["learning_rate_by"] == "given" else f"use a --learning-rate below {rate}"
@@ -271,10 +271,10 @@ def warnings(metrics: dict[str, Any]) -> list[str]:
 def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     metrics = meta["metrics"]
     warn_if_worse(run, request.target, metrics, method="swag", also=weaker_prior(meta))
-    return Report(metrics, summary(metrics))
+    return Report(metrics, format_summary(metrics))
 
 
-def summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: dict[str, Any]) -> list[str]:
     """Return the summary for people."""
     how = {
         "given": "as given",

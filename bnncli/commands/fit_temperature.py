@@ -13,13 +13,13 @@ from bnncli.errors import NumericError, UsageError
 from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
 from bnncli.lazy import torch
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.posteriors.point import Point
 from bnncli.registry import has_attribute, names
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, open_posterior, posterior_source
-from bnncli.session.out_of_fold import fit_on_meta, knows, out_of_fold
-from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.out_of_fold import fit_on_meta, is_fitted_to, out_of_fold
+from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.predictions import find_named
 from bnncli.session.predictor import TrainData, type_of
 from bnncli.session.run import Result, Run
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FitTemperatureOptions(Checked):
+class FitTemperatureOptions(CheckedOptions):
     """Options of fit-temperature."""
 
     base: str | None = option(
@@ -78,7 +78,7 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
         estimated_bytes=lambda: 16 * val.layout.num_params,
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         return fit_factor(run, val, base_path)
 
     return produce_posterior(run, request, fit, _report)
@@ -105,7 +105,7 @@ _WHY_UNBOUNDED = {
 }
 
 
-def fit_factor(run: Run, val: Split, base_path: Path | None) -> Fitted:
+def fit_factor(run: Run, val: Split, base_path: Path | None) -> FitOutput:
     """Divide the network's head, or the mean of the base, by the best temperature."""
     theta, layout, told = val.start(), val.layout, {}
     judged: Any = Point(theta, layout)
@@ -114,7 +114,7 @@ def fit_factor(run: Run, val: Split, base_path: Path | None) -> Fitted:
         theta, layout, told = base.center.double(), base.layout, fit_on_meta(header)
         val.check_fits(layout)
         judged = Point(theta, layout)
-        if knows(header, val):
+        if is_fitted_to(header, val):
             judged = out_of_fold(header, base.to(run.device), val, TrainData(run).target)
     labels = val.labels(run.device)
     logits = logits_on_val(run, judged, val)
@@ -130,7 +130,7 @@ def fit_factor(run: Run, val: Split, base_path: Path | None) -> Fitted:
     tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
     tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64)}
     meta |= {"method": "temperature", "base": metrics["base"], "param_layout": layout.to_json(), **told}
-    return Fitted(tensors, meta, metrics, val)
+    return FitOutput(tensors, meta, metrics, val)
 
 
 def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:

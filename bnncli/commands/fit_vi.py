@@ -20,8 +20,17 @@ from bnncli.options.declaration import option
 from bnncli.options.shared import GivenPriorOptions
 from bnncli.parameters.prior import initial_theta
 from bnncli.session import revisions as _revisions
-from bnncli.session.posteriors import Cost, Fitted, Fitting, Report, TargetFit, beside_base, produce_fit, weaker_prior
-from bnncli.session.produce import Request, resumable_training
+from bnncli.session.posteriors import (
+    Cost,
+    FitOutput,
+    Fitting,
+    Report,
+    TargetFit,
+    compare_with_base,
+    produce_fit,
+    weaker_prior,
+)
+from bnncli.session.produce import Request, prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
 
@@ -179,7 +188,7 @@ def run(run: Run, options: FitViOptions) -> Result:
             num_judging=options.num_elbo_draws,
         )
 
-    def work(fitting: Fitting) -> Fitted:
+    def work(fitting: Fitting) -> FitOutput:
         return fit_gaussian(fitting, options)
 
     asked = TargetFit(
@@ -194,7 +203,7 @@ def run(run: Run, options: FitViOptions) -> Result:
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
 
 
-def fit_gaussian(fitting: Fitting, options: FitViOptions) -> Fitted:
+def fit_gaussian(fitting: Fitting, options: FitViOptions) -> FitOutput:
     """Fit the Gaussian and measure its ELBO and its scores on val."""
     run, target, start = fitting.run, fitting.target, fitting.start
     if options.start == "init":
@@ -213,7 +222,7 @@ def fit_gaussian(fitting: Fitting, options: FitViOptions) -> Fitted:
         options.rounds_of_patience,
         stiffness=stiffness,
     )
-    resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
+    resumable = prepare_resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     with resumable.hint():
         found = fit_vi(
             target,
@@ -225,8 +234,8 @@ def fit_gaussian(fitting: Fitting, options: FitViOptions) -> Fitted:
             progress=run.console,
         )
     metrics = _metrics(fitting, options, plan, found)
-    metrics["shortfall"], doubt = _shortfall(fitting, plan, found)
-    beside = beside_base(fitting.base, found.gaussian)
+    metrics["shortfall"], doubt = _measure_shortfall(fitting, plan, found)
+    beside = compare_with_base(fitting.base, found.gaussian)
     metrics["beside_base"] = None if beside is None else asdict(beside)
     if doubt is not None:
         what = "ELBO" if plan.kl_weight == 1 else "objective"
@@ -238,7 +247,7 @@ def fit_gaussian(fitting: Fitting, options: FitViOptions) -> Fitted:
         metrics |= measure_on_val(run, found.gaussian, fitting.val, method="vi")
     tensors, meta = found.gaussian.to_tensors()
     tensors["history.elbo"] = found.history
-    return Fitted(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
+    return FitOutput(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
 
 
 def _metrics(fitting: Fitting, options: FitViOptions, plan: ViPlan, found: ViFit) -> dict[str, Any]:
@@ -281,7 +290,7 @@ def _metrics(fitting: Fitting, options: FitViOptions, plan: ViPlan, found: ViFit
     }
 
 
-def _shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[dict[str, Any] | None, str | None]:
+def _measure_shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[dict[str, Any] | None, str | None]:
     """Return how far the objective is below its maximum, where known, and why more epochs may help."""
     target, gaussian = fitting.target, found.gaussian
     if not target.is_concave:
@@ -297,10 +306,10 @@ def _shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[dict[str, 
 def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     metrics = meta["metrics"]
     warn_if_worse(run, request.target, metrics, method="vi", also=weaker_prior(meta))
-    return Report(metrics, summary(metrics))
+    return Report(metrics, format_summary(metrics))
 
 
-def summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: dict[str, Any]) -> list[str]:
     """Return the summary for people."""
     elbo = metrics["elbo"]
     lines = [

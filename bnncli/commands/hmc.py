@@ -30,7 +30,14 @@ from bnncli.names import counted, percent
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import option
-from bnncli.options.shared import AUTO, Condition, SearchedPriorOptions, TargetOptions, parse_until, unmet
+from bnncli.options.shared import (
+    AUTO,
+    Condition,
+    SearchedPriorOptions,
+    TargetOptions,
+    find_unmet_conditions,
+    parse_until,
+)
 from bnncli.parameters.layouts import MatrixLayout
 from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
@@ -39,21 +46,21 @@ from bnncli.posteriors.samples import Samples
 from bnncli.session import revisions as _revisions
 from bnncli.session.chains import (
     Judge,
-    deciding_line,
+    format_deciding_diagnostic,
+    format_other_diagnostics,
     head_judges,
     network_judge,
-    other_lines,
     parameter_judge,
     parameter_metrics,
     prediction_metrics,
 )
 from bnncli.session.inputs import Split, load_split, open_posterior
 from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
-from bnncli.session.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted, require_features
+from bnncli.session.out_of_fold import fit_on_meta, keep_if_held_out, load_fitted, read_fitted_splits, require_features
 from bnncli.session.posteriors import (
     Base,
     Cost,
-    Fitted,
+    FitOutput,
     Report,
     find_base,
     posterior_request,
@@ -61,14 +68,14 @@ from bnncli.session.posteriors import (
     prior_metrics,
     prior_of,
     produce_posterior,
+    read_stored_search,
     request_params,
     request_sources,
+    resolve_prior_choice,
     row_space,
     search_identity,
     span_to_fit,
-    stored_search,
     weaker_prior,
-    with_prior_choice,
 )
 from bnncli.session.produce import Request, Resumable, ResumableDraws
 from bnncli.session.run import Result, Run
@@ -220,18 +227,18 @@ def run(run: Run, options: HmcOptions) -> Result:
         raise UsageError("--max-draws is a limit for --until; give --until too")
     require_features(run)
     base = find_base(run, options)
-    train = load_fitted(run, fit_on(base.header if base else None))
-    held_out = held_out_of(train, load_split(run, "val") if "val" in run.folder.splits() else None)
+    train = load_fitted(run, read_fitted_splits(base.header if base else None))
+    held_out = keep_if_held_out(train, load_split(run, "val") if "val" in run.folder.splits() else None)
     num_drawn = options.chains * options.trial_draws[1]
     too_short = f"a quarter of the draws is {num_drawn}" if num_drawn < _LEAST_DRAWS else None
-    options = with_prior_choice(run, options, _labeled(held_out), num_drawn=num_drawn, too_short=too_short)
+    options = resolve_prior_choice(run, options, _skip_unlabeled(held_out), num_drawn=num_drawn, too_short=too_short)
     run.require_device()
     prepare = _prepare_last_layer if options.is_last_layer else _prepare_network
     request, fit = prepare(run, options, train, held_out, base)
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta, options))
 
 
-def _labeled(split: Split | None) -> Split | None:
+def _skip_unlabeled(split: Split | None) -> Split | None:
     return None if split is None or split.content.labels is None else split
 
 
@@ -276,7 +283,7 @@ class Space:
 
 def _prepare_last_layer(
     run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
-) -> tuple[Request, Callable[[], Fitted]]:
+) -> tuple[Request, Callable[[], FitOutput]]:
     """Return the request for draws of the last layer, and the function that draws them."""
     span = span_to_fit(run, train)
     sizes: dict[str, Any] = {"num_chains": options.chains, "whole": train.layout if span else None}
@@ -292,13 +299,13 @@ def _prepare_last_layer(
         require=lambda: memory.require_sampling(span or train.layout, run.device_name, **sizes),
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         def space_at(prior: Prior, before: Space | None) -> Space:
             return whiten_last_layer(run, options, train, held_out, prior=prior, base=base, span=span, before=before)
 
         prior, search = prior_of(options, base), dict[str, Any]()
         if options.prior_precision == AUTO and held_out is not None:
-            search = (stored_search(request) if options.resume else None) or choose_prior(
+            search = (read_stored_search(request) if options.resume else None) or choose_prior(
                 run, options, prior, held_out, space_at
             )
             prior = Prior.from_meta(search, mean=prior.mean) or prior
@@ -346,7 +353,7 @@ def whiten_last_layer(
     )
     rows = row_space(target) if span else None
     with counting_passes() as tally:
-        gaussian = None if rows is not None else _reusable_gaussian(base, prior, structure, train)
+        gaussian = None if rows is not None else _find_reusable_gaussian(base, prior, structure, train)
         if gaussian is None:
             if structure != own and before is None:
                 run.console.info(
@@ -370,14 +377,14 @@ def whiten_last_layer(
         complete=None if rows is None else partial(complete_draws, rows=rows, prior=prior.to(run.device)),
         coarse=choose_gradient(options.gradients, target, gaussian.mean),
         predictions=head_judges(run, train, held_out),
-        val=_labeled(held_out),
+        val=_skip_unlabeled(held_out),
         meta={**fit_on_meta(base.header if base else None), **({} if rows is None else {"row_space_rank": rows.rank})},
         passes=tally.passes,
         smallest_group=_SMALLEST_GROUP,
     )
 
 
-def _reusable_gaussian(base: Base | None, prior: Prior, structure: str, train: Split) -> Gaussian | None:
+def _find_reusable_gaussian(base: Base | None, prior: Prior, structure: str, train: Split) -> Gaussian | None:
     """Return the base's Gaussian where a fit would repeat it: same examples, prior and structure, at the mode."""
     if base is None or not base.is_gaussian or not base.prior.is_close(prior):
         return None
@@ -461,7 +468,7 @@ class PreparedChains:
 
 def _prepare_network(
     run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
-) -> tuple[Request, Callable[[], Fitted]]:
+) -> tuple[Request, Callable[[], FitOutput]]:
     """Return the request for draws of the network's chosen parameters, and the function that draws them."""
     if train.content.head_weight is None:
         raise UsageError(f"--layers {options.layers}: this run has only features, no network")
@@ -489,7 +496,7 @@ def _prepare_network(
         estimated_memory=lambda: prepared().planned_bytes,
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         prior = prior_of(options, base)
         return _sample_network(run, options, request, train, held_out, prior=prior, base=base, reader=prepared().reader)
 
@@ -500,7 +507,7 @@ def plan_chains(
     run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
 ) -> PreparedChains:
     """Plan a run from the network and the first example. Raises DeviceError where the chains do not fit in memory."""
-    reader, val = NetworkReader.of(run, options), _labeled(held_out)
+    reader, val = NetworkReader.of(run, options), _skip_unlabeled(held_out)
     with reader.recorded.visible():
         layout = reader.layout(train, options.layers)
         num_val = 0 if val is None else len(val.content.features)
@@ -523,13 +530,13 @@ def _sample_network(
     prior: Prior,
     base: Base | None,
     reader: NetworkReader,
-) -> Fitted:
+) -> FitOutput:
     with reader.recorded.visible():
         whole = reader.split(train, options.layers)
         target = whole.target(prior, run.device)
         with counting_passes() as tally:
             center, covariance = _network_gaussian(run, target, whole, base)
-        labeled = _labeled(held_out)
+        labeled = _skip_unlabeled(held_out)
         val = None if labeled is None else reader.split(labeled, options.layers)
         judged_by, judged = ("train", whole) if val is None else ("heldout", val)
         space = Space(
@@ -577,7 +584,7 @@ class Sampling:
     space: Space
     search: Mapping[str, Any] = field(default_factory=dict)
 
-    def fit(self) -> Fitted:
+    def fit(self) -> FitOutput:
         """Draw, judge the draws and measure them on val."""
         run, options, space, layout = self.run, self.options, self.space, self.space.train.layout
         sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
@@ -621,7 +628,7 @@ class Sampling:
             "whitening": space.covariance.structure,
             **space.meta,
         }
-        return Fitted({}, meta, metrics, space.train, write=partial(self._write, drawn), publishing=publishing)
+        return FitOutput({}, meta, metrics, space.train, write=partial(self._write, drawn), publishing=publishing)
 
     def _sample_hmc(self, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
         """Draw by our sampler. Return the draws, their convergence and a context that removes the resume state on publication."""
@@ -638,7 +645,7 @@ class Sampling:
         def is_enough(draws: torch.Tensor) -> bool:
             judged = judgements[draws.shape[1]] = self._decide(draws)
             run.console.info(_progress_line(draws.shape[1], judged))
-            return not unmet(options.conditions, condition_values(judged))
+            return not find_unmet_conditions(options.conditions, condition_values(judged))
 
         try:
             with resumable.hint():
@@ -719,7 +726,7 @@ def hmc_metrics(
     """
     num_draws = drawn.draws.shape[1]
     decided = judged if judged_by is None else predictions[judged_by]
-    is_met = bool(options.conditions) and not unmet(options.conditions, condition_values(decided))
+    is_met = bool(options.conditions) and not find_unmet_conditions(options.conditions, condition_values(decided))
     return {
         "sampler": options.sampler,
         "dynamics": options.dynamics if options.sampler == "hmc" else None,
@@ -749,10 +756,12 @@ def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
     r_hat = deciding_numbers(metrics).r_hat
     if r_hat is not None and r_hat > GOOD_RHAT:
         of = " of predictions" if "judged_by" in metrics else ""
-        found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}")
+        found.append(
+            f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); {_suggest_remedy(metrics)}"
+        )
     if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
         lowest = metrics["lowest_chain_acceptance"]
-        found.append(f"a chain is stuck: it accepts {percent(lowest)} of its moves; {_remedy(metrics)}")
+        found.append(f"a chain is stuck: it accepts {percent(lowest)} of its moves; {_suggest_remedy(metrics)}")
     if metrics["divergences"]:
         diverged = "1 trajectory" if metrics["divergences"] == 1 else f"{metrics['divergences']} trajectories"
         found.append(f"{diverged} diverged; try a higher --target-accept")
@@ -795,19 +804,19 @@ def sample_file(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
 def _report(run: Run, request: Request, meta: Mapping[str, Any], options: HmcOptions) -> Report:
     metrics = meta["metrics"]
     warn_if_worse(run, request.target, metrics, method="hmc", also=weaker_prior(meta))
-    return Report(metrics, summary(metrics), verdict(metrics, options))
+    return Report(metrics, format_summary(metrics), find_failure(metrics, options))
 
 
-def summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: dict[str, Any]) -> list[str]:
     """Return the summary for people."""
-    lines = [*prior_line(metrics), deciding_line(metrics)]
+    lines = [*prior_line(metrics), format_deciding_diagnostic(metrics)]
     if metrics.get("stopped_by") is not None:
         lines.append(
             f"these numbers decided when to stop (--until {metrics['stopped_by']}, after "
             f"{counted(metrics['until_looks'], 'check')}), so they are optimistic: a run of fixed length tends "
             "to have a larger R-hat and fewer effective draws"
         )
-    lines += other_lines(metrics)
+    lines += format_other_diagnostics(metrics)
     if "judged_by" in metrics:
         lines.append("all chains started near the same weights, so R-hat cannot detect modes that none of them reached")
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
@@ -820,13 +829,13 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
+def find_failure(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
     """Return the failure where --until or --max-rhat is not met. An undefined value meets neither."""
     decided = deciding_numbers(metrics)
     values = condition_values(decided)
-    missed = unmet(options.conditions, values)
+    missed = find_unmet_conditions(options.conditions, values)
     if missed:
-        got = ", ".join(f"{condition.name} is {_shown(values[condition.name])}" for condition in missed)
+        got = ", ".join(f"{condition.name} is {_format_value(values[condition.name])}" for condition in missed)
         return CheckFailed(
             f"--until {options.until}: {got} after {metrics['draws']} draws per chain",
             hint="draw again with a larger --max-draws and --force (or another --name)",
@@ -836,8 +845,8 @@ def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
         return None
     of = " of predictions" if "judged_by" in metrics else ""
     return CheckFailed(
-        f"--max-rhat {options.max_rhat}: the largest R-hat{of} is {_shown(decided.r_hat)}",
-        hint=_remedy(metrics),
+        f"--max-rhat {options.max_rhat}: the largest R-hat{of} is {_format_value(decided.r_hat)}",
+        hint=_suggest_remedy(metrics),
         code="max_rhat",
     )
 
@@ -847,11 +856,11 @@ def condition_values(numbers: Convergence) -> dict[str, float | None]:
     return {"rhat": numbers.r_hat, "ess": numbers.ess_bulk, "ess-tail": numbers.ess_tail}
 
 
-def _shown(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.4f}" if value < 10 else f"{value:.0f}"
 
 
-def _remedy(metrics: dict[str, Any]) -> str:
+def _suggest_remedy(metrics: dict[str, Any]) -> str:
     if metrics["chains"] == 1:
         return "use more --chains"
     if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:

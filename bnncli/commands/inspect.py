@@ -27,10 +27,10 @@ from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.checkpoints import Checkpoint, find_states, load_whole
 from bnncli.models.huggingface import feature_extractor, weight_files
 from bnncli.models.recognition import guess, possible_heads
-from bnncli.models.sharded import INDEX_SUFFIX, sharded_folder, shards_of
-from bnncli.names import FORMATS, listed, prefixes_of, quoted
-from bnncli.options.command import Argument, Command, CommonOptions, pasted
-from bnncli.options.declaration import spelled
+from bnncli.models.sharded import INDEX_SUFFIX, find_sharded_folder, shards_of
+from bnncli.names import FORMATS, format_names, prefixes_of, quote_name
+from bnncli.options.command import Argument, Command, CommonOptions, format_command_line
+from bnncli.options.declaration import spell_options
 from bnncli.options.shared import IDENTITY
 from bnncli.registry import has_name
 from bnncli.session.run import Result, Run, Table
@@ -50,22 +50,22 @@ COMMAND = Command(
 
 def run(run: Run, options: Any) -> Result:
     """Print facts about an artifact, checkpoint, saved model or data, and a command that works with it."""
-    path = _path_of(str(run.arguments["file"]))
+    path = _strip_kind(str(run.arguments["file"]))
     if path.is_dir():
-        return folder_found(path).result(path)
+        return identify_folder(path).result(path)
     check_is_file(path)
-    if (found := _by_name(path)) is not None:
+    if (found := _identify_by_name(path)) is not None:
         return found.result(path)
     try:
         header = read_header(path)
     except DataError as error:
         if error.code not in ("not_an_artifact", "wrong_kind"):
             raise
-        return _other(path).result(path)
+        return _identify_other(path).result(path)
     return _artifact(header)
 
 
-def _path_of(text: str) -> Path:
+def _strip_kind(text: str) -> Path:
     """Return the given path, without the kind that --model or --data puts before it (onnx:FILE)."""
     kind, _, place = text.partition(":")
     is_spec = place and not Path(text).exists() and any(has_name(family, kind) for family in ("models", "data"))
@@ -80,34 +80,34 @@ def _artifact(header: Header) -> Result:
     facts: list[list[str]] = [
         ["kind", header.kind],
         ["schema", header.schema],
-        ["content digest", short(header.content_digest)],
-        ["command", short(" ".join(str(word) for word in provenance["command"]), 2000)],
+        ["content digest", shorten(header.content_digest)],
+        ["command", shorten(" ".join(str(word) for word in provenance["command"]), 2000)],
         [
             "created",
-            f"{short(provenance.get('created_at'))} in {provenance.get('seconds')} s on {short(provenance.get('device'))}",
+            f"{shorten(provenance.get('created_at'))} in {provenance.get('seconds')} s on {shorten(provenance.get('device'))}",
         ],
-        ["bnncli", short(provenance.get("tool", {}).get("version"))],
+        ["bnncli", shorten(provenance.get("tool", {}).get("version"))],
         ["checkpoint", (header.weights_digest or "none")],
     ]
-    facts += [["source", short(provenance["source"], 2000)]] if "source" in provenance else []
+    facts += [["source", shorten(provenance["source"], 2000)]] if "source" in provenance else []
     facts += [
-        [f"input {short(entry['role'])}", f"{short(entry['path'], 2000)} {short(entry['content_digest'])}"]
+        [f"input {shorten(entry['role'])}", f"{shorten(entry['path'], 2000)} {shorten(entry['content_digest'])}"]
         for entry in header.inputs
     ]
-    facts += [[f"param {short(name)}", short(value, 2000)] for name, value in sorted(provenance["params"].items())]
+    facts += [[f"param {shorten(name)}", shorten(value, 2000)] for name, value in sorted(provenance["params"].items())]
     shown = {
         name: value
         for name, value in meta.items()
         if name not in ("metrics", "rows", "curve", "classes", "param_layout", "predictions", "code")
     }
     facts += [
-        [short(name), quoted(value, limit=120) if isinstance(value, str) else short(value)]
+        [shorten(name), quote_name(value, limit=120) if isinstance(value, str) else shorten(value)]
         for name, value in sorted(shown.items())
     ]
     metrics = meta.get("metrics") or {}
-    facts += [[f"metric {short(name)}", short(value)] for name, value in metrics.items()]
+    facts += [[f"metric {shorten(name)}", shorten(value)] for name, value in metrics.items()]
     arrays = _arrays(header)
-    facts += [[f"array {short(name)}", described] for name, described in arrays.items()]
+    facts += [[f"array {shorten(name)}", described] for name, described in arrays.items()]
     document = {
         "kind": header.kind,
         "content_digest": header.content_digest,
@@ -130,10 +130,10 @@ def _arrays(header: Header) -> dict[str, str]:
     return array_shapes(header.path)
 
 
-def recognised_model(path: Path) -> tuple[str, str] | None:
+def recognise_model(path: Path) -> tuple[str, str] | None:
     """Return the value of --model for a checkpoint or saved model, and the command that runs it; None where unknown."""
     try:
-        found = folder_found(path) if path.is_dir() else _by_name(path) or _other(path)
+        found = identify_folder(path) if path.is_dir() else _identify_by_name(path) or _identify_other(path)
     except (BnnError, OSError):  # said where it is used
         return None
     return None if found.model in (None, "hf:DIR") or found.suggested is None else (str(found.model), found.suggested)
@@ -144,7 +144,7 @@ _NOT_LINEAR = ("torchvision:squeezenet", "timm:volo")  # in what they do after t
 
 
 @dataclass
-class Found:
+class Finding:
     """What inspect found at a path.
 
     Attributes:
@@ -163,7 +163,7 @@ class Found:
 
     def add(self, what: str, value: object, *, key: str | None = None) -> None:
         """Add a row to the table, and to the document under `key`."""
-        self.facts.append([what, short(value)])
+        self.facts.append([what, shorten(value)])
         if key is not None:
             self.document[key] = value
 
@@ -181,7 +181,9 @@ class Found:
         if (architecture or model or "").startswith(_NOT_LINEAR):
             options["last_layer"] = IDENTITY
         split = [f"train={data}"]
-        self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=split, **options)
+        self.suggested = format_command_line(
+            "extract-features", str(path), model=model or _NETWORK, data=split, **options
+        )
 
     def result(self, path: Path) -> Result:
         """Return the result, with the suggested command last."""
@@ -198,7 +200,7 @@ class Found:
         )
 
 
-def folder_found(folder: Path) -> Found:
+def identify_folder(folder: Path) -> Finding:
     """Identify a folder.
 
     Raises:
@@ -207,37 +209,37 @@ def folder_found(folder: Path) -> Found:
     """
     with convert_read_errors(folder):
         names = sorted(entry.name for entry in folder.iterdir())
-        tellers: tuple[Callable[[Path, list[str]], Found | None], ...] = (
-            _run, _adapter, _saved_model, _data_set, _of_a_cluster, _shards, _classes, _clips, _tables, _one_file
+        tellers: tuple[Callable[[Path, list[str]], Finding | None], ...] = (
+            _identify_run, _identify_adapter, _identify_saved_model, _identify_data_set, _identify_distributed, _identify_shards, _identify_class_folders, _identify_clips, _identify_tables, _identify_weights_folder
         )  # fmt: skip
         for tell in tellers:
             if (found := tell(folder, names)) is not None:
                 return found
-    what = f"it holds {listed(names)}" if names else "it is empty"
-    raise MissingInput(f"bnncli does not recognise the folder {quoted(folder, limit=300)}; {what}", path=folder)
+    what = f"it holds {format_names(names)}" if names else "it is empty"
+    raise MissingInput(f"bnncli does not recognise the folder {quote_name(folder, limit=300)}; {what}", path=folder)
 
 
 _PARTS = ("features", "posteriors", "predictions", "metrics", "decisions", "exports")
 _LATER = ("decisions", "exports")  # shown where they are
 
 
-def _run(folder: Path, names: list[str]) -> Found | None:
+def _identify_run(folder: Path, names: list[str]) -> Finding | None:
     """Identify a run folder."""
     if folder.suffix != ".bnn" or not {*_PARTS} & {*names}:
         return None
-    found = Found("run")
+    found = Finding("run")
     for part in [part for part in _PARTS if part not in _LATER or part in names]:
         files = sorted(file.name for file in (folder / part).glob("[!.]*")) if part in names else []
         found.add(part, ", ".join(files) or "none", key=part)
-    found.suggested = pasted("status", str(folder.with_suffix("")))
+    found.suggested = format_command_line("status", str(folder.with_suffix("")))
     return found
 
 
-def _adapter(folder: Path, names: list[str]) -> Found | None:
+def _identify_adapter(folder: Path, names: list[str]) -> Finding | None:
     """Identify a PEFT adapter."""
     if "adapter_config.json" not in names:
         return None
-    config, found = _json(folder / "adapter_config.json"), Found("peft adapter")
+    config, found = _read_json(folder / "adapter_config.json"), Finding("peft adapter")
     for name in (
         "peft_type",
         "task_type",
@@ -261,13 +263,13 @@ _DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}
 _CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
 
 
-def _saved_model(folder: Path, names: list[str]) -> Found | None:
+def _identify_saved_model(folder: Path, names: list[str]) -> Finding | None:
     """Identify a folder written by save_pretrained or by timm."""
     if "config.json" not in names:
         return None
-    config = _json(folder / "config.json")
+    config = _read_json(folder / "config.json")
     if isinstance(config.get("architecture"), str):
-        found = Found("timm folder")
+        found = Finding("timm folder")
         found.add("architecture", config["architecture"], key="architecture")
         for name in ("num_classes", "label_names"):
             if config.get(name) is not None:
@@ -277,7 +279,7 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
         return found
     if not isinstance(config.get("model_type"), str):
         return None
-    found = Found("hugging face folder")
+    found = Finding("hugging face folder")
     architectures = [str(one) for one in config.get("architectures") or []]
     found.add("model type", config["model_type"], key="model_type")
     found.add("architecture", ", ".join(architectures) or "unknown", key="architecture")
@@ -287,7 +289,7 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
     labels = config.get("id2label")
     if isinstance(labels, dict):
         classes = [str(labels[number]) for number in sorted(labels, key=lambda number: (len(number), number))]
-        found.add("classes", f"{len(labels)}: {listed(classes)}")
+        found.add("classes", f"{len(labels)}: {format_names(classes)}")
         found.document["classes"] = classes
     weights: list[str] = []
     try:
@@ -308,19 +310,19 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
     return found
 
 
-def _data_set(folder: Path, names: list[str]) -> Found | None:
+def _identify_data_set(folder: Path, names: list[str]) -> Finding | None:
     """Identify a Hugging Face data set, saved to disk."""
     if not {"dataset_info.json", "dataset_dict.json"} & {*names}:
         return None
-    found = Found("hf-dataset")
+    found = Finding("hf-dataset")
     if "dataset_dict.json" in names:
-        splits = _json(folder / "dataset_dict.json").get("splits") or []
+        splits = _read_json(folder / "dataset_dict.json").get("splits") or []
         found.add("splits", ", ".join(map(str, splits)), key="splits")
-    found.suggested = data_line(f"hf-dataset:{folder}") if can_be_read("hf-dataset") else None
+    found.suggested = data_line(f"hf-dataset:{folder}") if is_readable_kind("hf-dataset") else None
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON file; return an empty dictionary where it is not one."""
     try:
         return read_object(path)
@@ -328,12 +330,12 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
+def _identify_distributed(folder: Path, names: list[str]) -> Finding | None:
     """Identify a checkpoint of torch.distributed.checkpoint or DeepSpeed, for convert."""
-    sharded = sharded_folder(folder)
+    sharded = find_sharded_folder(folder)
     if sharded is None:
         return None
-    found = Found("deepspeed checkpoint" if sharded.kind == "deepspeed" else "distributed checkpoint")
+    found = Finding("deepspeed checkpoint" if sharded.kind == "deepspeed" else "distributed checkpoint")
     found.add("files", len(list(sharded.folder.iterdir())), key="files")
     found.add("folder", str(sharded.folder))
     if sharded.kind == "distributed":
@@ -344,18 +346,18 @@ def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
 
         arrays = describe_tensors(sharded.folder)
         found.document["arrays"] = arrays
-        found.facts += [[f"tensor {quoted(name)}", text] for name, text in arrays.items()]
+        found.facts += [[f"tensor {quote_name(name)}", text] for name, text in arrays.items()]
     out = sharded.folder.absolute().parent / f"{sharded.folder.absolute().name}.safetensors"
-    found.suggested = pasted("convert", str(folder), str(out))
+    found.suggested = format_command_line("convert", str(folder), str(out))
     return found
 
 
-def _shards(folder: Path, names: list[str]) -> Found | None:
+def _identify_shards(folder: Path, names: list[str]) -> Finding | None:
     """Identify a sharded checkpoint."""
     if shards_of(folder) is None:
         return None
 
-    return checkpoint_found(folder)
+    return identify_checkpoint(folder)
 
 
 _OF_CLASSES = {
@@ -364,13 +366,13 @@ _OF_CLASSES = {
 }
 
 
-def _classes(folder: Path, names: list[str]) -> Found | None:
+def _identify_class_folders(folder: Path, names: list[str]) -> Finding | None:
     """Identify class folders with images or sound."""
     for kind, suffixes in _OF_CLASSES.items():
         classes = [name for name in names if (folder / name).is_dir() and _has(folder / name, suffixes)]
         if classes:
-            found = Found(kind)
-            found.add("classes", f"{len(classes)}: {listed(classes)}")
+            found = Finding(kind)
+            found.add("classes", f"{len(classes)}: {format_names(classes)}")
             found.document["classes"] = classes
             found.suggested = data_line(f"{kind}:{folder}")
             return found
@@ -381,13 +383,13 @@ def _has(folder: Path, suffixes: tuple[str, ...]) -> bool:
     return any(file.suffix.lower() in suffixes for file in folder.iterdir())
 
 
-def _clips(folder: Path, names: list[str]) -> Found | None:
+def _identify_clips(folder: Path, names: list[str]) -> Finding | None:
     """Identify sound files without labels."""
     files = [name for name in names if Path(name).suffix.lower() in _OF_CLASSES["audio"]]
     if not files:
         return None
-    found = Found("audio")
-    found.add("files", f"{len(files)}: {listed(files)}")
+    found = Finding("audio")
+    found.add("files", f"{len(files)}: {format_names(files)}")
     found.suggested = data_line(f"audio:{folder}")
     return found
 
@@ -395,39 +397,39 @@ def _clips(folder: Path, names: list[str]) -> Found | None:
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
 
 
-def _tables(folder: Path, names: list[str]) -> Found | None:
+def _identify_tables(folder: Path, names: list[str]) -> Finding | None:
     """Identify Parquet or Arrow files, or WebDataset shards."""
     for suffix, kind, place in (
         (".parquet", "parquet", folder), (".arrow", "arrow", folder), (".tar", "webdataset", folder / "*.tar")
     ):  # fmt: skip
         files = [name for name in names if name.endswith(suffix) and not name.endswith(_WEIGHTS)]
         if files:
-            found = Found(kind)
-            found.add("files", f"{len(files)}: {listed(files)}")
-            found.suggested = data_line(f"{kind}:{place}") if can_be_read(kind) else None
+            found = Finding(kind)
+            found.add("files", f"{len(files)}: {format_names(files)}")
+            found.suggested = data_line(f"{kind}:{place}") if is_readable_kind(kind) else None
             return found
     return None
 
 
-def _one_file(folder: Path, names: list[str]) -> Found | None:
+def _identify_weights_folder(folder: Path, names: list[str]) -> Finding | None:
     """Point to the files of weights in any other folder."""
     files = [name for name in names if name.endswith(_WEIGHTS)]
     if not files:
         return None
-    found = Found("folder")
+    found = Finding("folder")
     for name in files:
         found.add("file", name)
     found.document["files"] = files
-    found.suggested = pasted("inspect", str(folder / files[0]))
+    found.suggested = format_command_line("inspect", str(folder / files[0]))
     return found
 
 
-def _by_name(path: Path) -> Found | None:
+def _identify_by_name(path: Path) -> Finding | None:
     """Identify a text file by its name."""
     with convert_read_errors(path):
         if path.name.endswith(INDEX_SUFFIX):
             return _checkpoint(path)
-        return table_found(path)
+        return identify_table(path)
 
 
 _TABLES = ("csv", "tsv", "jsonl", "parquet", "arrow")
@@ -435,12 +437,12 @@ _TEXT = ("text", "sentence", "review", "content", "comment", "body", "message", 
 _LABEL = ("label", "labels", "target", "class", "category", "sentiment", "y")
 
 
-def table_found(path: Path) -> Found | None:
+def identify_table(path: Path) -> Finding | None:
     """Identify a table by its name; return None for other files."""
     kind = path.suffix.lower().removeprefix(".")
-    if kind not in _TABLES or not can_be_read(kind):
+    if kind not in _TABLES or not is_readable_kind(kind):
         return None
-    found, columns = Found(kind), _columns(path, kind)
+    found, columns = Finding(kind), _columns(path, kind)
     if columns:
         found.add("columns", ", ".join(columns), key="columns")
     text = next((name for name in columns if name.lower() in _TEXT), None)
@@ -452,7 +454,7 @@ def table_found(path: Path) -> Found | None:
     return found
 
 
-def can_be_read(kind: str) -> bool:
+def is_readable_kind(kind: str) -> bool:
     """True where this kind of data exists."""
     return registry.has_name("data", kind)
 
@@ -484,7 +486,7 @@ PROGRAMS = {
 }
 
 
-def _other(path: Path) -> Found:
+def _identify_other(path: Path) -> Finding:
     """Identify a file that is not an artifact. Raises what load_checkpoint raises for an unknown kind."""
     with open_regular(path) as stream:
         head = stream.read(64)
@@ -492,31 +494,31 @@ def _other(path: Path) -> Found:
         if kind == "zip":
             kind = sniff_zip(stream)
     if kind == "npz":
-        return npz_found(path)
-    if kind == "unknown" and (found := idx_found(path, head)) is not None:
+        return identify_npz(path)
+    if kind == "unknown" and (found := identify_idx(path, head)) is not None:
         return found
     if kind in PROGRAMS:
-        return program_found(path, kind)
+        return identify_program(path, kind)
     return _checkpoint(path)
 
 
-def npz_found(path: Path) -> Found:
+def identify_npz(path: Path) -> Finding:
     """Identify an archive of arrays: inputs and labels, ready features, or a linear classifier.
 
     Raises:
         DataError: the archive is damaged.
     """
     shapes = _npz_shapes(path)
-    found = Found("npz")
+    found = Finding("npz")
     for name, described in shapes.items():
-        found.add(f"array {quoted(name)}", f"{described[0]} {described[1]}")
+        found.add(f"array {quote_name(name)}", f"{described[0]} {described[1]}")
     found.document["arrays"] = {name: f"{kind} {shape}" for name, (kind, shape) in shapes.items()}
     if "coef_" in shapes and registry.has_name("models", "sklearn"):
         found.suggest(path, model=f"sklearn:{path}", data="npz:TRAIN.npz")
     elif any(name.startswith("features_") for name in shapes):
-        found.suggested = pasted("extract-features", str(path.with_suffix("")), from_npz=str(path))
+        found.suggested = format_command_line("extract-features", str(path.with_suffix("")), from_npz=str(path))
     else:
-        found.suggested = _as_split(path, shapes)
+        found.suggested = _suggest_split_command(path, shapes)
     return found
 
 
@@ -539,12 +541,12 @@ def _npz_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         if is_failure(error):
             raise
         raise DataError(
-            f"{quoted(path, limit=300)}: the npz archive is damaged", code="truncated", path=path
+            f"{quote_name(path, limit=300)}: the npz archive is damaged", code="truncated", path=path
         ) from error
     return found
 
 
-def _as_split(path: Path, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> str | None:
+def _suggest_split_command(path: Path, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> str | None:
     """Suggest the command for inputs x and labels y, or for arrays that could be them."""
     if "x" in shapes:
         return data_line(f"npz:{path}")
@@ -561,12 +563,12 @@ def _as_split(path: Path, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> str
 _IDX = {b"\0\0\x08\x01": "labels", b"\0\0\x08\x03": "images"}
 
 
-def idx_found(path: Path, head: bytes) -> Found | None:
+def identify_idx(path: Path, head: bytes) -> Finding | None:
     """Identify an MNIST-style file and its partner; return None for other files."""
     what = _IDX.get(head[:4])
     if what is None:
         return None
-    found = Found(f"idx {what}")
+    found = Finding(f"idx {what}")
     shape = [int.from_bytes(head[place : place + 4], "big") for place in range(4, 4 + 4 * head[3], 4)]
     found.add("shape", str(tuple(shape)), key="shape")
     other = {"images": ("images-idx3", "labels-idx1"), "labels": ("labels-idx1", "images-idx3")}[what]
@@ -584,19 +586,19 @@ MODEL = "MODEL"
 
 def data_line(spec: str) -> str:
     """Return the extract-features command for data."""
-    return pasted("extract-features", CHECKPOINT, model=MODEL, data=[f"train={spec}"])
+    return format_command_line("extract-features", CHECKPOINT, model=MODEL, data=[f"train={spec}"])
 
 
 _MODEL = {"torchscript": "jit", "pt2": "export", "onnx": "onnx", "skops": "sklearn"}
 
 
-def program_found(path: Path, kind: str) -> Found:
+def identify_program(path: Path, kind: str) -> Finding:
     """Identify a program, and suggest the command that runs its graph.
 
     Args:
         kind: torchscript, pt2, onnx or skops.
     """
-    found = Found(PROGRAMS[kind])
+    found = Finding(PROGRAMS[kind])
     if kind == "onnx":
         _add_onnx(found, path)
     else:
@@ -608,7 +610,7 @@ def program_found(path: Path, kind: str) -> Found:
     return found
 
 
-def _add_onnx(found: Found, path: Path) -> None:
+def _add_onnx(found: Finding, path: Path) -> None:
     """Add the versions in the header of an ONNX model."""
     names = {1: "ir version", 2: "producer", 3: "producer version"}
     with open(path, "rb") as stream:
@@ -616,7 +618,7 @@ def _add_onnx(found: Found, path: Path) -> None:
             if field in names:
                 found.add(names[field], value if isinstance(value, int) else value.decode("utf-8", "replace"))
             elif field == 8 and isinstance(value, bytes):
-                opset = dict(_fields_of(value))
+                opset = dict(_parse_fields(value))
                 domain, version = opset.get(1, b""), opset.get(2)
                 text = domain.decode("utf-8", "replace") if isinstance(domain, bytes) else ""
                 found.add("opset", f"{version if isinstance(version, int) else 0} {text}".strip())
@@ -625,9 +627,9 @@ def _add_onnx(found: Found, path: Path) -> None:
 def _fields(stream: IO[bytes]) -> Iterator[tuple[int, int | bytes]]:
     """Yield the short fields of a protobuf message, and skip long ones."""
     size = os.fstat(stream.fileno()).st_size
-    while (tag := _varint(stream)) is not None:
+    while (tag := _read_varint(stream)) is not None:
         wire = tag & 7
-        length = _varint(stream)
+        length = _read_varint(stream)
         if length is None or wire not in (0, 2) or (wire == 2 and length > size - stream.tell()):
             return
         if wire == 0:
@@ -638,7 +640,7 @@ def _fields(stream: IO[bytes]) -> Iterator[tuple[int, int | bytes]]:
             stream.seek(length, os.SEEK_CUR)
 
 
-def _varint(stream: IO[bytes]) -> int | None:
+def _read_varint(stream: IO[bytes]) -> int | None:
     """Read the next number; return None at the end."""
     value = 0
     for shift in range(0, 70, 7):
@@ -651,7 +653,7 @@ def _varint(stream: IO[bytes]) -> int | None:
     return None
 
 
-def _fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _parse_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Return the fields of a short message."""
     place = 0
     while place < len(message):
@@ -677,7 +679,7 @@ def _number(message: bytes, place: int) -> tuple[int, int]:
 _MAX_VERSION = 64
 
 
-def _add_members(found: Found, archive: zipfile.ZipFile, kind: str) -> None:
+def _add_members(found: Finding, archive: zipfile.ZipFile, kind: str) -> None:
     """Add what a zip archive records about itself."""
     members = {member.filename: member.file_size for member in archive.infolist()}
     found.add("members", f"{len(members)}, {sum(members.values()) / 1e6:.1f} MB")
@@ -687,7 +689,7 @@ def _add_members(found: Found, archive: zipfile.ZipFile, kind: str) -> None:
             found.add(last, archive.read(name).decode("utf-8", "replace").strip())
     if kind == "torchscript":
         code = [name for name in members if "/code/" in name and name.endswith(".py")]
-        found.add("code", f"{len(code)} files: {listed([name.partition('/code/')[2] for name in code])}")
+        found.add("code", f"{len(code)} files: {format_names([name.partition('/code/')[2] for name in code])}")
     if kind == "skops" and members["schema.json"] < 1 << 24:
         schema = json.loads(archive.read("schema.json"))
         for name in ("__class__", "__module__", "_skops_version", "protocol"):
@@ -695,14 +697,14 @@ def _add_members(found: Found, archive: zipfile.ZipFile, kind: str) -> None:
                 found.add(name.strip("_"), schema[name])
 
 
-def _checkpoint(path: Path) -> Found:
-    return checkpoint_found(path)
+def _checkpoint(path: Path) -> Finding:
+    return identify_checkpoint(path)
 
 
-def checkpoint_found(path: Path) -> Found:
+def identify_checkpoint(path: Path) -> Finding:
     """Identify a checkpoint. Raises what load_checkpoint raises."""
     checkpoint, saved = load_whole(path)
-    found = Found("checkpoint")
+    found = Finding("checkpoint")
     found.add("format", checkpoint.format, key="format")
     found.add("selected key", str(checkpoint.selected_key))
     found.document["selected_key"] = checkpoint.selected_key
@@ -711,7 +713,7 @@ def checkpoint_found(path: Path) -> Found:
     found.add("weights digest", checkpoint.weights_digest, key="weights_digest")
     found.add("file sha256", checkpoint.file_sha256, key="file_sha256")
     found.add("parameters", str(sum(tensor.numel() for tensor in checkpoint.state.values())))
-    notes = [spelled(note) for note in checkpoint.notes]
+    notes = [spell_options(note) for note in checkpoint.notes]
     for note in notes:
         found.add("note", note)
     found.document["notes"] = notes
@@ -722,14 +724,14 @@ def checkpoint_found(path: Path) -> Found:
         name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         for name, tensor in checkpoint.state.items()
     }
-    found.facts += [[f"tensor {quoted(name)}", described] for name, described in arrays.items()]
+    found.facts += [[f"tensor {quote_name(name)}", described] for name, described in arrays.items()]
     found.document["arrays"] = arrays
     return found
 
 
-def short(value: Any, limit: int = 160) -> str:
+def shorten(value: Any, limit: int = 160) -> str:
     """Format a value for a cell: on one line, cut after `limit` characters."""
-    text = quoted(value, limit=limit)[1:-1] if isinstance(value, str) else str(value)
+    text = quote_name(value, limit=limit)[1:-1] if isinstance(value, str) else str(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -737,7 +739,7 @@ _HYPER_PARAMETERS = ("hyper_parameters", "hparams", "args", "config", "cfg", "op
 _MAX_HYPER_PARAMETERS, _MAX_HEADS, _MAX_DEPTH = 60, 6, 4
 
 
-def _add_origin(found: Found, saved: Any) -> None:
+def _add_origin(found: Finding, saved: Any) -> None:
     """Add what wrote the file and the settings it recorded."""
     if not isinstance(saved, Mapping):
         return
@@ -750,7 +752,7 @@ def _add_origin(found: Found, saved: Any) -> None:
         if isinstance(saved.get(name), int):
             found.add(name, saved[name])
     told = {
-        key: value for name in _HYPER_PARAMETERS for key, value in _flat(saved.get(name), name)
+        key: value for name in _HYPER_PARAMETERS for key, value in _flatten(saved.get(name), name)
     }  # fmt: skip
     for key, value in list(told.items())[:_MAX_HYPER_PARAMETERS]:
         found.add(key if len(key) <= 80 else f"{key[:80]}...", value)
@@ -761,45 +763,47 @@ def _add_origin(found: Found, saved: Any) -> None:
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def _flat(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Return plain values by dotted name, with lists on one line."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Mapping) and depth < _MAX_DEPTH:
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}", depth + 1)
+            yield from _flatten(inner, f"{name}.{key}", depth + 1)
     elif isinstance(value, _PLAIN) and depth:
         yield name, value
     elif isinstance(value, (list, tuple)) and all(isinstance(one, _PLAIN) for one in value):
         yield name, ", ".join(map(str, value[:20]))
 
 
-def _add_states(found: Found, saved: Any) -> None:
+def _add_states(found: Finding, saved: Any) -> None:
     """Add the states to choose from, if there are several."""
     states = find_states(saved)
     if len(states) > 1:
         for one in states:
             averaged = ", averaged" if one.is_averaged else ""
-            found.add(f"state {quoted(one.key)}", f"{one.num_tensors} tensors{averaged} (--state {one.key})")
+            found.add(f"state {quote_name(one.key)}", f"{one.num_tensors} tensors{averaged} (--state {one.key})")
     found.document["states"] = [one._asdict() for one in states]
 
 
-def _add_network(found: Found, checkpoint: Checkpoint, saved: Any) -> None:
+def _add_network(found: Finding, checkpoint: Checkpoint, saved: Any) -> None:
     """Add a description of the network and the command that runs it."""
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.state.items()}
     heads = possible_heads(shapes)
     for place, head in enumerate(heads[:_MAX_HEADS]):
         outputs = "1 output" if head.num_classes == 1 else f"{head.num_classes} classes"
-        found.add("head" if not place else "or head", f"{quoted(head.name)}: {outputs}, {head.num_features} features")
+        found.add(
+            "head" if not place else "or head", f"{quote_name(head.name)}: {outputs}, {head.num_features} features"
+        )
     if len(heads) > _MAX_HEADS:
         found.add("or head", f"one of {len(heads) - _MAX_HEADS} more")
     found.document["heads"] = [head._asdict() for head in heads]
-    network, model, data = _network_of(checkpoint, saved, shapes)
+    network, model, data = _describe_network(checkpoint, saved, shapes)
     found.add("network", network, key="network")
     found.suggest(checkpoint.path, model=model, data=data)
 
 
-def _network_of(
+def _describe_network(
     checkpoint: Checkpoint, saved: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, str | None, str]:
     """Return the network in words, the value of --model (None where unknown), and a split of its kind."""
@@ -821,7 +825,7 @@ def _network_of(
         is_text = told.model is None and "Hugging Face" in told.text
         return told.text, "hf:DIR" if is_text else told.model, "SPEC" if told.model is None else images
     parts = [prefix[:-1] for prefix in prefixes_of(shapes) if prefix.count(".") == 1]
-    return f"unknown; its parts: {listed(parts)}" if parts else "unknown", None, "SPEC"
+    return f"unknown; its parts: {format_names(parts)}" if parts else "unknown", None, "SPEC"
 
 
 def _text(path: Path) -> str:

@@ -22,7 +22,7 @@ from bnncli.integrators._exact import Exact, exact_probs
 from bnncli.integrators.quadrature import binary_probs
 from bnncli.lazy import torch
 from bnncli.options.command import Command, CommonOptions, ComputeOptions
-from bnncli.options.declaration import Checked, check_suffix, declaration, option
+from bnncli.options.declaration import CheckedOptions, check_suffix, declaration, option
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
@@ -36,7 +36,7 @@ MAX_LOGITS = 1000
 
 
 @dataclass(frozen=True)
-class IntegralsOptions(Checked):
+class IntegralsOptions(CheckedOptions):
     """Options of integrals: one Gaussian over logits or, without --mean, a grid of them."""
 
     mean: str | None = option(
@@ -92,12 +92,12 @@ class IntegralsOptions(Checked):
     @property
     def moments(self) -> tuple[list[float], list[list[float]]]:
         """Return the mean (K,) and covariance (K, K) of the logits. Eigenvalues are not checked here."""
-        mean = _numbers(self.mean or "", "\0mean\0")
+        mean = _parse_numbers(self.mean or "", "\0mean\0")
         if len(mean) > MAX_LOGITS:
             raise UsageError(f"\0mean\0: expected at most {MAX_LOGITS} logits; got {len(mean)}")
         if self.variance is not None:
-            return mean, _diagonal(_numbers(self.variance, "\0variance\0"), len(mean))
-        rows = [_numbers(row, "\0covariance\0") for row in (self.covariance or "").split(";")]
+            return mean, _diagonal(_parse_numbers(self.variance, "\0variance\0"), len(mean))
+        rows = [_parse_numbers(row, "\0covariance\0") for row in (self.covariance or "").split(";")]
         if len(rows) != len(mean) or any(len(row) != len(mean) for row in rows):
             raise UsageError(
                 f"\0covariance\0: expected {len(mean)} rows of {len(mean)} numbers, one per mean; got "
@@ -118,7 +118,7 @@ def _diagonal(variances: list[float], count: int) -> list[list[float]]:
     return [[variances[i] if i == j else 0.0 for j in range(count)] for i in range(count)]
 
 
-def _numbers(text: str, flag: str) -> list[float]:
+def _parse_numbers(text: str, flag: str) -> list[float]:
     """Parse a comma-separated list of finite numbers."""
     try:
         values = [float(part) for part in text.split(",")]
@@ -149,17 +149,17 @@ COMMAND = Command(
 def run(run: Run, options: IntegralsOptions) -> Result:
     """Print the errors for one Gaussian if --mean is given, else for a grid."""
     options.check_together()
-    return _single(run, options) if options.mean is not None else _grid(run, options)
+    return _compare_single(run, options) if options.mean is not None else _grid(run, options)
 
 
-def _single(run: Run, options: IntegralsOptions) -> Result:
+def _compare_single(run: Run, options: IntegralsOptions) -> Result:
     """Return each integrator's class probabilities and their errors."""
     mean, covariance = (torch.tensor(part, dtype=torch.float64) for part in options.moments)
     posterior = softmax_posterior(mean, covariance)
     exact = exact_probs(mean, covariance, seed=run.compute.seed)
     posterior = posterior.to(run.device)
     rows = []
-    for configured in integrators_for(posterior, options.integrator):
+    for configured in list_integrators(posterior, options.integrator):
         generator = run.stream(f"integrals/{configured.variant}")
         prediction = predict(configured, posterior, num_samples=options.samples, generator=generator)
         probs = prediction.probs[0].double().cpu()
@@ -237,7 +237,7 @@ def _grid(run: Run, options: IntegralsOptions) -> Result:
     size = options.grid_size
     means = np.linspace(-options.max_mean, options.max_mean, size + 1)
     sds = np.linspace(options.max_sd / size, options.max_sd, size)
-    maps = _maps(run, options, means, sds)
+    maps = _compute_maps(run, options, means, sds)
     rows = []
     for entry in maps:
         mean, sd = entry.worst(means, sds)
@@ -296,12 +296,14 @@ class _Map:
         return float(means[column]), float(sds[row])
 
 
-def _maps(run: Run, options: IntegralsOptions, means: NDArray[np.float64], sds: NDArray[np.float64]) -> list[_Map]:
+def _compute_maps(
+    run: Run, options: IntegralsOptions, means: NDArray[np.float64], sds: NDArray[np.float64]
+) -> list[_Map]:
     """Return the errors of every integrator, computed one standard deviation at a time."""
     mean = torch.from_numpy(means).to(run.device)
     variances = [torch.full_like(mean, sd**2) for sd in sds]
     exact = [binary_probs(mean, variance)[0][:, 1] for variance in variances]
-    integrators = integrators_for(sigmoid_posterior(mean, variances[0]), options.integrator)
+    integrators = list_integrators(sigmoid_posterior(mean, variances[0]), options.integrator)
     task = run.console.task("integrals", len(integrators) * len(sds))
     maps = []
     for configured in integrators:
@@ -316,7 +318,7 @@ def _maps(run: Run, options: IntegralsOptions, means: NDArray[np.float64], sds: 
     return maps
 
 
-def integrators_for(posterior: Gaussian, wanted: Sequence[str]) -> list[ConfiguredIntegrator]:
+def list_integrators(posterior: Gaussian, wanted: Sequence[str]) -> list[ConfiguredIntegrator]:
     """Return the integrators that fit the posterior and need no training data, with each setting once.
 
     Raises:
@@ -335,7 +337,7 @@ def integrators_for(posterior: Gaussian, wanted: Sequence[str]) -> list[Configur
         integrators += [
             configured
             for settings in _settings(name)
-            if _works(configured := ConfiguredIntegrator(name, settings), posterior)
+            if _is_supported(configured := ConfiguredIntegrator(name, settings), posterior)
         ]
     return integrators
 
@@ -348,7 +350,7 @@ def _settings(name: str) -> Iterator[dict[str, Any]]:
         yield from ({setting: value} for value in choices if value != spec.default)
 
 
-def _works(configured: ConfiguredIntegrator, posterior: Gaussian) -> bool:
+def _is_supported(configured: ConfiguredIntegrator, posterior: Gaussian) -> bool:
     """True where the integrator takes these settings with this number of classes."""
     try:
         predict(configured, posterior, num_samples=1, generator=torch.Generator().manual_seed(0))

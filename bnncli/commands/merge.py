@@ -16,26 +16,39 @@ import numpy as np
 from bnncli import __version__
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import is_same_file
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.samples import SampleFile, write_samples
-from bnncli.commands.hmc import HmcOptions, hmc_metrics, hmc_warnings, sample_file, summary, verdict
+from bnncli.commands.hmc import HmcOptions, find_failure, format_summary, hmc_metrics, hmc_warnings, sample_file
 from bnncli.errors import DataError, UsageError
 from bnncli.inference import memory
 from bnncli.inference.hmc import HmcRun
 from bnncli.lazy import torch
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.options.shared import trust_code_option
 from bnncli.parameters.module import LAST
 from bnncli.parameters.prior import Prior
 from bnncli.session import revisions as _revisions
 from bnncli.session.chains import Judge, head_judges, network_judge, parameter_judge
-from bnncli.session.inputs import Split, load_split, open_samples, posterior_prior, posterior_source, recorded_prior
+from bnncli.session.inputs import (
+    Split,
+    load_split,
+    open_samples,
+    posterior_prior,
+    posterior_source,
+    read_recorded_prior,
+)
 from bnncli.session.network_splits import NetworkReader, network_sources
-from bnncli.session.out_of_fold import fit_on, held_out_of, load_fitted, require_features, unique_sources
-from bnncli.session.posteriors import Cost, Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.out_of_fold import (
+    keep_if_held_out,
+    load_fitted,
+    read_fitted_splits,
+    require_features,
+    unique_sources,
+)
+from bnncli.session.posteriors import Cost, FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.predictions import find_named
 from bnncli.session.produce import Request
 from bnncli.session.revisions import is_another
@@ -43,7 +56,7 @@ from bnncli.session.run import Result, Run
 
 
 @dataclass(frozen=True)
-class MergeOptions(Checked):
+class MergeOptions(CheckedOptions):
     """Options of merge."""
 
     posterior: list[str] = option(
@@ -79,8 +92,8 @@ def run(run: Run, options: MergeOptions) -> Result:
     """Merge and publish. The result's metrics are those of hmc, over all chains."""
     require_features(run)
     parts = find_parts(run, options)
-    train = load_fitted(run, fit_on(parts[0].header))
-    held_out = held_out_of(train, load_split(run, "val") if "val" in run.folder.splits() else None)
+    train = load_fitted(run, read_fitted_splits(parts[0].header))
+    held_out = keep_if_held_out(train, load_split(run, "val") if "val" in run.folder.splits() else None)
     require_together(run, parts, train)
     run.require_device()
     layers, num_params = parts[0].layers, parts[0].num_params
@@ -103,7 +116,7 @@ def run(run: Run, options: MergeOptions) -> Result:
         require=lambda: memory.require_draws(num_params, run.device_name, num_used=num_draws, num_stored=stored),
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         return merge_chains(run, options, request, parts, train=train, held_out=held_out)
 
     return produce_posterior(run, request, fit, lambda meta: _report(meta, options))
@@ -176,21 +189,25 @@ class MergedRun:
     def facts(self) -> Iterator[tuple[str, object, str]]:
         """Return the facts that all parts must share: name to value and text."""
         meta = self.header.meta
-        yield "checkpoint", self.header.weights_digest, _short(self.header.weights_digest)
+        yield "checkpoint", self.header.weights_digest, _shorten_digest(self.header.weights_digest)
         yield "layers", self.layers, self.layers
         inputs = {entry["role"]: entry["content_digest"] for entry in self.header.inputs}
         for role in sorted(inputs):
             if role not in _OF_THE_FIT and not role.startswith(_ROLE):
-                yield role, inputs[role], _short(inputs[role])
+                yield role, inputs[role], _shorten_digest(inputs[role])
         for name in ("likelihood", "sampler"):
             value = (self.metrics if name == "sampler" else meta).get(name)
             yield name, value, str(value)
-        prior = recorded_prior(self.header)
+        prior = read_recorded_prior(self.header)
         said = "none" if prior is None else " ".join(f"{name} {value}" for name, value in prior.to_meta().items())
-        yield "prior", prior, said if len(said) < _MAX_SHOWN else f"{prior}, {_short(f'sha256:{json_sha256(said)}')}"
-        yield "rows", fit_on(self.header), fit_on(self.header)
+        yield (
+            "prior",
+            prior,
+            said if len(said) < _MAX_SHOWN else f"{prior}, {_shorten_digest(f'sha256:{json_sha256(said)}')}",
+        )
+        yield "rows", read_fitted_splits(self.header), read_fitted_splits(self.header)
         for name in ("param_layout", "classes"):
-            yield name.replace("_", " "), meta[name], _short(f"sha256:{json_sha256(meta[name])}")
+            yield name.replace("_", " "), meta[name], _shorten_digest(f"sha256:{json_sha256(meta[name])}")
 
 
 def find_parts(run: Run, options: MergeOptions) -> list[MergedRun]:
@@ -235,10 +252,10 @@ def require_together(run: Run, parts: list[MergedRun], train: Split) -> None:
         DataError: they are not. The message names what differs and both values.
     """
     digest = None if train.checkpoint is None else train.checkpoint["weights_digest"]
-    here = {"checkpoint": (digest, _short(digest)), "features.train": _digest(train.source.content_digest)}
+    here = {"checkpoint": (digest, _shorten_digest(digest)), "features.train": _digest(train.source.content_digest)}
     facts = {}
     for part in parts:
-        with interpreting(part.path):
+        with convert_lookup_errors(part.path):
             facts[part.path] = {name: (value, shown) for name, value, shown in part.facts()}
             _ = part.to_json(), part.num_params
         _compare(part, facts[part.path], here, f"of the run {run.checkpoint_path}")
@@ -250,7 +267,7 @@ def require_together(run: Run, parts: list[MergedRun], train: Split) -> None:
     for one, other in combinations(parts, 2):
         same = sorted(set(one.seeds) & set(other.seeds))
         if same or one.header.content_digest == other.header.content_digest:
-            what = f"seed {same[0]}" if same else f"content {_short(one.header.content_digest)}"
+            what = f"seed {same[0]}" if same else f"content {_shorten_digest(one.header.content_digest)}"
             raise DataError(
                 f"{other.path} and {one.path} have the same {what}: these are the same chains, which add nothing",
                 hint="sample one of them again with another \0seed\0",
@@ -260,10 +277,10 @@ def require_together(run: Run, parts: list[MergedRun], train: Split) -> None:
 
 
 def _digest(digest: str) -> tuple[str, str]:
-    return digest, _short(digest)
+    return digest, _shorten_digest(digest)
 
 
-def _short(digest: str | None) -> str:
+def _shorten_digest(digest: str | None) -> str:
     """Shorten a digest for messages."""
     return "none" if digest is None else digest[:27]
 
@@ -305,9 +322,9 @@ class Joining:
     judges: Mapping[str, Judge]
     judged_by: str | None = None
 
-    def fit(self) -> Fitted:
+    def fit(self) -> FitOutput:
         """Judge the draws as hmc does."""
-        drawn, step_sizes = _joined(self.parts)
+        drawn, step_sizes = _join_chains(self.parts)
         metrics = hmc_metrics(
             drawn,
             parameter_judge(self.run)(drawn.draws),
@@ -330,7 +347,7 @@ class Joining:
         meta |= {"method": "merge", "joined": [part.to_json() for part in self.parts]}
         content = sample_file(drawn, self.train, self.prior)
         content = replace(content, stats=content.stats | {"step_size": step_sizes})
-        return Fitted({}, meta, metrics, self.train, write=partial(self._write, content))
+        return FitOutput({}, meta, metrics, self.train, write=partial(self._write, content))
 
     def _common(self, name: str) -> Any:
         """Return the value that all runs share; None where they differ or have none."""
@@ -354,7 +371,7 @@ class Joining:
 
 def merge_chains(
     run: Run, options: MergeOptions, request: Request, parts: list[MergedRun], *, train: Split, held_out: Split | None
-) -> Fitted:
+) -> FitOutput:
     """Merge the draws, judge them and measure them on val."""
     layers, prior = parts[0].layers, posterior_prior(parts[0].path, parts[0].header)
     if layers == LAST:
@@ -370,7 +387,7 @@ def merge_chains(
         return Joining(run, request, parts, whole, prior, judges, judged_by).fit()
 
 
-def _joined(parts: list[MergedRun]) -> tuple[HmcRun, np.ndarray]:
+def _join_chains(parts: list[MergedRun]) -> tuple[HmcRun, np.ndarray]:
     """Concatenate the chains, cut to the shortest, and return their step sizes (C, T) too."""
     found = [open_samples(part.path) for part in parts]
     num_draws = min(posterior.draws.shape[1] for posterior, _ in found)
@@ -402,4 +419,6 @@ def _report(meta: Mapping[str, Any], options: MergeOptions) -> Report:
         lines.append(f"cut to the shortest run, {metrics['draws']} draws per chain: {names}")
     if stopped := [f"{one['name']} ({one['stopped_by']})" for one in joined if one["stopped_by"] is not None]:
         lines.append(f"stopped early by hmc --until: {', '.join(stopped)}; this makes the joint numbers optimistic too")
-    return Report(metrics, [*lines, *summary(metrics)], verdict(metrics, HmcOptions(max_rhat=options.max_rhat)))
+    return Report(
+        metrics, [*lines, *format_summary(metrics)], find_failure(metrics, HmcOptions(max_rhat=options.max_rhat))
+    )

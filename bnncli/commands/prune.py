@@ -19,13 +19,13 @@ from bnncli.models.checkpoint_files import sniff
 from bnncli.names import percent
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.posteriors import LATENT_BINARY
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, load_split, open_posterior, posterior_source
-from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.predictions import find_named
 from bnncli.session.predictor import type_of
 from bnncli.session.run import Result, Run
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PruneOptions(Checked):
+class PruneOptions(CheckedOptions):
     """Options of prune."""
 
     posterior: str = option("lbbnn", "Latent binary network to prune, by name or file.", metavar="NAME|FILE")
@@ -108,7 +108,7 @@ def run(run: Run, options: PruneOptions) -> Result:
     target = request.target
     dense = None if options.dense is None else _check_dense(run, Path(options.dense), target, sources)
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         return prune_network(run, options, path, split)
 
     result = produce_posterior(run, request, fit, _report)
@@ -152,15 +152,15 @@ def _check_dense(run: Run, path: Path, target: Path, sources: Sequence[Source]) 
     return path
 
 
-def prune_network(run: Run, options: PruneOptions, path: Path, split: Split | None) -> Fitted:
+def prune_network(run: Run, options: PruneOptions, path: Path, split: Split | None) -> FitOutput:
     """Prune the network and return it with metrics."""
     stored, header = read_posterior(path)
     posterior = LatentBinary.from_tensors(stored, header.meta)
-    is_in = chosen_weights(posterior, options.density)
+    is_in = choose_weights(posterior, options.density)
     sparse = Sparse(posterior.with_weights(is_in), posterior.model.layout)
     tensors, meta = sparse.to_tensors()
     metrics = _metrics(run, sparse, posterior, split, is_in)
-    warning = _lost_accuracy(run, metrics, path)
+    warning = _warn_of_lost_accuracy(run, metrics, path)
     if warning is not None:
         run.console.warn(warning)
     metrics["bytes"] = {
@@ -169,10 +169,10 @@ def prune_network(run: Run, options: PruneOptions, path: Path, split: Split | No
     }
     tensors |= {name: part for name, part in stored.items() if name.startswith("head.")}
     meta |= {"method": "prune", **{name: header.meta[name] for name in ("param_layout", "num_examples", "classes")}}
-    return Fitted(tensors, meta, metrics)
+    return FitOutput(tensors, meta, metrics)
 
 
-def chosen_weights(posterior: LatentBinary, density: float | None) -> Tensor:
+def choose_weights(posterior: LatentBinary, density: float | None) -> Tensor:
     """Return a mask (W,) of the weights to keep: inclusion probability above 1/2, or the most probable fraction. Ties go to the first."""
     logit = posterior.model.factors.logit[posterior.best]
     if density is None:
@@ -230,7 +230,7 @@ MUCH_LOST = 0.02  # loss of accuracy that causes a warning
 NEARLY = 0.9  # of the weights that are in at any time: keeping as many would not help
 
 
-def _lost_accuracy(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
+def _warn_of_lost_accuracy(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
     """Return a warning where pruning lost accuracy, with a density that keeps more; else None."""
     if metrics["split"] is None:
         return None
@@ -260,7 +260,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     kept, size = metrics["weights_kept"], metrics["bytes"]
     lines = [
         f"kept {kept} of {metrics['num_weights']} weights ({percent(metrics['density'], '.2f')}): "
-        f"{_bytes(size['sparse'])}, {_bytes(size['dense'])} if dense"
+        f"{_format_bytes(size['sparse'])}, {_format_bytes(size['dense'])} if dense"
     ]
     if metrics.get("repeats", 1) > 1:
         lines[0] += f"; from repeat {metrics['repeat']} of {metrics['repeats']}, the one with the highest bound"
@@ -273,7 +273,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _bytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Format a size, such as 2.2 MB, 15.3 kB, 96 bytes."""
     for unit, name in ((1e6, "MB"), (1e3, "kB")):
         if count >= unit:

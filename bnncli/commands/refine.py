@@ -29,7 +29,7 @@ from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.lazy import torch
 from bnncli.names import counted, percent
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import collected, option
+from bnncli.options.declaration import declare_option_group, option
 from bnncli.options.shared import AUTO, INHERIT, LayersOptions, SearchedPriorOptions
 from bnncli.parameters.layouts import HeadLayout, MatrixLayout, vector_layout
 from bnncli.parameters.module import LAST, ModuleLayout, recorded_layout
@@ -40,26 +40,40 @@ from bnncli.registry import names
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, open_posterior, posterior_prior, posterior_source
 from bnncli.session.network_splits import NetworkReader, network_sources
-from bnncli.session.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted, require_features, unique_sources
+from bnncli.session.out_of_fold import (
+    fit_on_meta,
+    keep_if_held_out,
+    load_fitted,
+    read_fitted_splits,
+    require_features,
+    unique_sources,
+)
 from bnncli.session.posteriors import (
     Cost,
-    Fitted,
+    FitOutput,
     Report,
     posterior_request,
     prior_line,
     prior_metrics,
     produce_posterior,
+    read_stored_search,
+    resolve_prior_choice,
     search_identity,
     span_of,
-    stored_search,
-    with_prior_choice,
 )
 from bnncli.session.predictions import find_base
 from bnncli.session.predictor import default_integrator
-from bnncli.session.produce import Request, resumable_training
+from bnncli.session.produce import Request, prepare_resumable_training
 from bnncli.session.run import Result, Run
-from bnncli.session.states import fresh_posterior, to_predict
-from bnncli.session.val_report import PLAINER, labeled_val, measure_on_val, val_lines, warn_if_worse, worse_than
+from bnncli.session.states import advise_predict, fresh_posterior
+from bnncli.session.val_report import (
+    SIMPLER_PREDICTIVES,
+    find_better_predictives,
+    load_labeled_val,
+    measure_on_val,
+    val_lines,
+    warn_if_worse,
+)
 from bnncli.system.memory import budget, bytes_text
 from bnncli.targets.target import Target
 
@@ -121,7 +135,7 @@ class RefineOptions(SearchedPriorOptions):
         numeric=False,  # recorded where it is given
         group="Flow",
     )
-    settings: dict[str, Any] = collected("flows", recorded=("rank", "hidden", "scale"))
+    settings: dict[str, Any] = declare_option_group("flows", recorded=("rank", "hidden", "scale"))
     num_draws: int | None = option(
         None, "Draws per step. Default: affine 8, radial 1.", minimum=1, group="Training", is_rare=True
     )
@@ -209,7 +223,7 @@ def run(run: Run, options: RefineOptions) -> Result:
         options = replace(options, prior_precision=INHERIT)
     sizes = Sizes.of(given.span or layout, options.subspace, len(given.train.content.features))
     options = resolve(run, options, sizes)
-    options = _with_prior_choice(run, options, given, layout.num_params)
+    options = _choose_prior_mode(run, options, given, layout.num_params)
     sources = list(given.sources)
     prior = _find_prior(run, options, given.base_path, sources)
     plan = MemoryPlan(run, options, sizes, given)
@@ -225,7 +239,7 @@ def run(run: Run, options: RefineOptions) -> Result:
         estimated_memory=lambda: plan.required_bytes,
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         with _open_splits(options, plan.reader, given.train, given.val) as splits:
             base_at = partial(_open_base, run, splits[0], given.base_path)
             rows = fit_on_meta(given.header)
@@ -341,7 +355,7 @@ class MemoryPlan:
                 self.run.device_name,
                 whole=given.train.layout if given.span else None,
                 num_draws=options.num_elbo_draws,
-                training=training_bytes(options, self.sizes, self.num_layer_params),
+                training=estimate_training_bytes(options, self.sizes, self.num_layer_params),
                 **({} if structure in names("curvature") else {"elements": self._base_bytes // 4}),
             )
         return None
@@ -354,7 +368,7 @@ class MemoryPlan:
             plan = NetworkDraws(layout, self.sizes.num_examples, num_val, self._base_bytes or 16 * layout.num_params)
             return plan.require_refinement(
                 self.run.device,
-                training=training_bytes(options, self.sizes, self.num_layer_params),
+                training=estimate_training_bytes(options, self.sizes, self.num_layer_params),
                 num_drawn=_recipe(options).num_draws,
                 num_judging=options.num_elbo_draws,
                 num_predicting=Mc().default_for(layout.num_params, is_last_layer=False),
@@ -378,13 +392,13 @@ def open_inputs(run: Run, options: RefineOptions) -> StartInputs:
         base_path = find_base(run, options, None if options.base == BASE else options.base)
         header, source = posterior_source(run, base_path, "base")
         _check_is_gaussian(run, base_path, header)
-        options = _with_layers_of(options, header)
+        options = _copy_layers(options, header)
         span = span_of(header.meta)
         of_base = [source]
     elif options.prior_precision is None and run.folder.posterior(options.default_base).is_file():
         header = read_header(run.folder.posterior(options.default_base))
-    train = load_fitted(run, fit_on(header))
-    val = held_out_of(train, labeled_val(run))
+    train = load_fitted(run, read_fitted_splits(header))
+    val = keep_if_held_out(train, load_labeled_val(run))
     sources = [*unique_sources(train, val), *of_base]
     options.check_trust()
     if not options.is_last_layer:
@@ -411,7 +425,7 @@ def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
         )
 
 
-def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:
+def _copy_layers(options: RefineOptions, header: Header) -> RefineOptions:
     """Return the options with the layers of the base. Raises UsageError where --layers names others."""
     layers = str(header.meta.get("layers", LAST))
     if not options.is_last_layer and layers != options.layers:
@@ -429,7 +443,7 @@ def resolve(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
         UsageError: the flow does not take a given option, or not over these layers.
     """
     options = replace(options, flow=options.chosen_flow, elbo_draws=options.num_elbo_draws)
-    options = _with_scale(run, options, sizes)
+    options = _choose_scale(run, options, sizes)
     settings = resolve_settings(options.chosen_flow, sizes.acted, **options.settings)
     recipe = _recipe(options)
     space = choose_space(options.chosen_flow, options.space)
@@ -441,7 +455,7 @@ def resolve(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
     return replace(options, space=space, **recipe._asdict(), settings={**options.settings, **settings})
 
 
-def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
+def _choose_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
     """Return the options with a linear part of an affine flow that fits in memory, where none was given."""
     if options.chosen_flow != "affine":
         return options
@@ -458,7 +472,7 @@ def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions
         return options
     length = choose_recipe("affine", length=options.length).length
     needed = {
-        scale: training_bytes(options, sizes, length * num_elements(cast(MatrixLayout, sizes.acted), scale))
+        scale: estimate_training_bytes(options, sizes, length * num_elements(cast(MatrixLayout, sizes.acted), scale))
         for scale in ("kron", "low-rank")
     }
     available = budget(run.device_name)
@@ -474,14 +488,14 @@ def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions
 _LEAST_STEPS = 25  # in a trial; with fewer the flow hardly moves from its neighbour's
 
 
-def _with_prior_choice(run: Run, options: RefineOptions, given: StartInputs, num_params: int) -> RefineOptions:
+def _choose_prior_mode(run: Run, options: RefineOptions, given: StartInputs, num_params: int) -> RefineOptions:
     """Return the options, with inherit in place of auto where a trial would have too few steps."""
     assert options.epochs is not None
     assert options.batch_size is not None
     num_steps = options.trial_epochs * -(-len(given.train.content.features) // options.batch_size)
     too_short = f"an eighth of the epochs is {counted(num_steps, 'step')}" if num_steps < _LEAST_STEPS else None
     num_drawn = affordable_draws(TRIAL_DRAWS, num_params)
-    return with_prior_choice(run, options, given.val, num_drawn=num_drawn, too_short=too_short)
+    return resolve_prior_choice(run, options, given.val, num_drawn=num_drawn, too_short=too_short)
 
 
 def _find_prior(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
@@ -497,7 +511,7 @@ def _find_prior(run: Run, options: RefineOptions, base_path: Path | None, source
     return posterior_prior(path, read_header(path))
 
 
-def training_bytes(options: RefineOptions, sizes: Sizes, num_layer_params: int) -> int:
+def estimate_training_bytes(options: RefineOptions, sizes: Sizes, num_layer_params: int) -> int:
     """Return the bytes of memory that training takes."""
     recipe = _recipe(options)
     batch_size = recipe.batch_size if recipe.batch_size < sizes.num_examples else 0
@@ -550,10 +564,10 @@ def _open_base(run: Run, train: Split, base_path: Path | None, prior: Prior) -> 
             path=base_path,
         )
     base = replace(base, layout=train.layout)  # this layout is bound to the network, if there is one
-    return _within_rows(run, base, train, prior=prior, path=base_path).to(run.device)
+    return _extend_to_rows(run, base, train, prior=prior, path=base_path).to(run.device)
 
 
-def _within_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: Path) -> Gaussian:
+def _extend_to_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: Path) -> Gaussian:
     """Give a base that was fitted in the row space the target's prior outside, where the posterior equals the prior.
 
     Raises:
@@ -583,7 +597,7 @@ def _refine(
     request: Request,
     rows: Mapping[str, str],
     base_integrator: str | None,
-) -> Fitted:
+) -> FitOutput:
     """Choose the prior precision if asked, train the flow, and measure the gain and the scores on val.
 
     Args:
@@ -615,12 +629,14 @@ def _refine(
 
     if options.prior_precision == AUTO and val is not None:
         num_draws = affordable_draws(TRIAL_DRAWS, train.layout.num_params)
-        prior_search = (stored_search(request) if options.resume else None) or choose_prior(
+        prior_search = (read_stored_search(request) if options.resume else None) or choose_prior(
             run, options, prior, (train, val), fit_at, num_draws=num_draws
         )
         prior = Prior.from_meta(prior_search, mean=prior.mean) or prior
     also = search_identity(prior_search)
-    resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
+    resumable = prepare_resumable_training(
+        run, request, resume=options.resume, save_every=options.save_every, also=also
+    )
     with resumable.hint():
         found = fit_at(prior, state=resumable.restore(), save=resumable.save)
         base, target = base_at(prior), train.target(prior, run.device)
@@ -643,7 +659,7 @@ def _refine(
         "param_layout": train.layout.to_json(),
         "maps": found.posterior.layers[0].maps,
     }
-    return Fitted(tensors, meta, metrics, train, publishing=resumable.publishing)
+    return FitOutput(tensors, meta, metrics, train, publishing=resumable.publishing)
 
 
 def _subspace(run: Run, options: RefineOptions, base: Gaussian) -> Subspace | None:
@@ -759,21 +775,21 @@ def _subspace_metrics(base: Gaussian, subspace: Subspace) -> dict[str, Any]:
 def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     """Return the metrics and the summary. Warn where val prefers the network, its best temperature or the base."""
     metrics, also = meta["metrics"], []
-    if "base" in worse_than(metrics):
+    if "base" in find_better_predictives(metrics):
         measured = metrics["val"]["base"]
-        command = to_predict(run, str(request.params["base"]), measured["integrator"], is_default=True)
+        command = advise_predict(run, str(request.params["base"]), measured["integrator"], is_default=True)
         also.append(f"{command} ({measured['nll']:.4f})")
     warn_if_worse(run, request.target, metrics, method="refine", also=also)
-    return Report(metrics, summary(metrics, has_draws=_has_draws(run, meta)))
+    return Report(metrics, format_summary(metrics, has_draws=_has_draws(run, meta)))
 
 
-def summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
+def format_summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
     """Return the summary for people, with advice.
 
     Args:
         has_draws: True where the run has up-to-date hmc draws from the same target.
     """
-    advice = _advice(metrics, "the run's hmc draws" if has_draws else "hmc")
+    advice = _suggest_next_step(metrics, "the run's hmc draws" if has_draws else "hmc")
     before, after, gain = (metrics[name] for name in ("elbo_before", "elbo_after", "elbo_gain"))
     lines = [
         *prior_line(metrics),
@@ -810,7 +826,7 @@ def summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
     return lines
 
 
-def _advice(metrics: dict[str, Any], draws: str) -> str:
+def _suggest_next_step(metrics: dict[str, Any], draws: str) -> str:
     """Return what most likely comes closer to the target, judged by what flows reached on diagonal bases and weak priors."""
     if "subspace" in metrics:
         return "try a larger --subspace or none"
@@ -846,7 +862,7 @@ def _helped_lines(metrics: dict[str, Any], advice: str) -> list[str]:
     gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
     is_far = spread > FAR_LOG_WEIGHT_SD
     small = f", but by less than {NEGLIGIBLE_NATS} nats" if gain < NEGLIGIBLE_NATS else ""
-    worse = " and ".join(PLAINER.get(name, name) for name in worse_than(metrics))
+    worse = " and ".join(SIMPLER_PREDICTIVES.get(name, name) for name in find_better_predictives(metrics))
     line = f"the refined posterior is closer to the target than the base{small}"
     if not worse:
         lines = [f"refinement helped: {line}"]

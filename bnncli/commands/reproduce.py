@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.artifacts.atomic import check_writable
 from bnncli.artifacts.run_folder import artifact_lock
-from bnncli.commands.grid.plan import cores, shared_threads
+from bnncli.commands.grid.plan import count_cores, share_threads
 from bnncli.errors import CheckFailed, Interrupted, UsageError
 from bnncli.names import counted
 from bnncli.options.command import Argument, Command, CommandLine, CommonOptions, ComputeOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.papers import BOTH, PUBLISHED, RIGHT, SCALES
 from bnncli.session.run import Result, Run, Table
 from bnncli.system import workers as team
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ReproduceOptions(Checked):
+class ReproduceOptions(CheckedOptions):
     """Options of reproduce."""
 
     all: bool = option(False, "Run every recipe.")
@@ -106,7 +106,7 @@ def run(run: Run, options: ReproduceOptions) -> Result:
             "torchrun",
             hint="to use several devices, run bnncli grid on a study's grid.toml in --out",
         )
-    names = recipe_names() if asked is None else _chosen(asked)
+    names = recipe_names() if asked is None else _select_recipes(asked)
     folder = Path(options.out)
     for place in (folder, folder / options.scale, *(folder / options.scale / name for name in ("studies", *names))):
         check_writable(place, hint="choose another place with --out")
@@ -160,7 +160,7 @@ def _entry(recipe: PaperRecipe, places: Places, scale: str) -> dict[str, Any]:
     }
 
 
-def _chosen(asked: str) -> list[str]:
+def _select_recipes(asked: str) -> list[str]:
     """Return the recipes that a name, a work or a pattern means. Raises UsageError if it means none."""
     from bnncli.papers.recipe import find_recipe, recipe_names
 
@@ -176,20 +176,20 @@ def _chosen(asked: str) -> list[str]:
 def _reproduce(run: Run, options: ReproduceOptions, places: Places, names: list[str]) -> Result:
     """Run the recipes. Each is written as soon as its parts are complete."""
     from bnncli.papers.recipe import find_recipe
-    from bnncli.papers.runner import Workshop, parts_of
+    from bnncli.papers.runner import Workshop, list_parts
 
     workshop = Workshop(run, options, places, Path(options.out) / options.scale)
-    recipes = {name: parts_of(find_recipe(name), options.scale) for name in names}
+    recipes = {name: list_parts(find_recipe(name), options.scale) for name in names}
     parts = dict.fromkeys(part for own in recipes.values() for part in own)
     ready = [part for part in parts if not places.missing(part.needs)]
     jobs = min(_jobs(run, options), len(ready))
     if jobs < 2:
-        return _write(run, options, workshop, names, finished=_in_turn(workshop, recipes))
+        return _write(run, options, workshop, names, finished=_make_in_turn(workshop, recipes))
     from bnncli.papers.jobs import crew
     from bnncli.system.devices import configure_torch, keep_settings
 
     given = run.compute.threads
-    threads = shared_threads(jobs) if given is None else {}
+    threads = share_threads(jobs) if given is None else {}
     for part in parts:
         if part not in ready:
             workshop.make(part)  # which says at once what is missing
@@ -205,7 +205,7 @@ def _jobs(run: Run, options: ReproduceOptions) -> int:
     """Return how many parts are made in parallel, at most."""
     if options.jobs is not None:
         return options.jobs
-    return min(_MOST_JOBS, max(1, cores() // (run.compute.threads or 1))) if run.device_name == "cpu" else 1
+    return min(_MOST_JOBS, max(1, count_cores() // (run.compute.threads or 1))) if run.device_name == "cpu" else 1
 
 
 def _write(
@@ -220,7 +220,7 @@ def _write(
     found: dict[str, tuple[Outcome, dict[str, Any], list[Path]]] = {}
     for name in finished:
         outcome = reproduction.outcome(find_recipe(name))
-        line = _line_of(plain, name)
+        line = _build_line(plain, name)
         found[name] = outcome, *write_outcome(run, outcome, folder / name, scale=options.scale, line=line)
     outcomes, documents, files = (list(part) for part in zip(*(found[name] for name in names), strict=True))
     paths = [path for own in files for path in own]
@@ -230,7 +230,7 @@ def _write(
     return _result(options, outcomes, documents, paths)
 
 
-def _line_of(plain: CommandLine, name: str) -> str:
+def _build_line(plain: CommandLine, name: str) -> str:
     """Return the command that makes one recipe, with the other options as they were given."""
     line = plain.having("all", False)
     parts = tuple(part for part in line.parts if part[0] is not None)
@@ -240,9 +240,9 @@ def _line_of(plain: CommandLine, name: str) -> str:
 def _result(
     options: ReproduceOptions, outcomes: list[Outcome], documents: list[dict[str, Any]], paths: list[Path]
 ) -> Result:
-    from bnncli.papers.results import tables_of
+    from bnncli.papers.results import build_tables
 
-    tables = tables_of(outcomes)
+    tables = build_tables(outcomes)
     tables[-1] = replace(tables[-1], notes=[*tables[-1].notes, f"written: {paths[0]}"])
     differ = [f"{one.recipe.name}: {name}" for one in outcomes for name in one.differs]
     failed = [text for one in outcomes for text in one.failed]
@@ -264,7 +264,7 @@ def _result(
     return result
 
 
-def _in_turn(workshop: Workshop, recipes: Mapping[str, list[RecipePart]]) -> Iterator[str]:
+def _make_in_turn(workshop: Workshop, recipes: Mapping[str, list[RecipePart]]) -> Iterator[str]:
     """Make the parts one after the other; yield each recipe when its parts are made."""
     task = workshop.run.console.task("reproduce", len(recipes))
     for name, parts in recipes.items():

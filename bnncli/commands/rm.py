@@ -43,7 +43,7 @@ def run(run: Run, options: Any) -> Result:
         UsageError: a posterior or an export was made from what is named. Nothing is removed.
     """
     files = artifact_files(run)
-    named = [path for name in run.arguments["name"] for path in _files_of(run, str(name))]
+    named = [path for name in run.arguments["name"] for path in _find_files(run, str(name))]
     further = dependents(run, files, named)
     kept = [path for path in further if path.parent.name in ("posteriors", "exports")]
     if kept and not options.dependents:
@@ -63,7 +63,7 @@ def run(run: Run, options: Any) -> Result:
     return Result("planned" if options.dry_run else "", extra={"removed": removed}, lines=removed, summary=[done])
 
 
-def _files_of(run: Run, name: str) -> list[Path]:
+def _find_files(run: Run, name: str) -> list[Path]:
     """Return the files of the posterior or predictions `name`. Raises MissingInput where there are none."""
     posteriors, predictions = run.folder.posteriors(), run.folder.prediction_files()
     found = [path for path in posteriors if path.stem == name] or [p for p in predictions if p.parent.name == name]

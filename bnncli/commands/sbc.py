@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.artifacts.files import read_header
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.outputs import check_figure_path, write_figure
-from bnncli.commands.fit_lbbnn import FitLbbnnOptions, check_memory, plan_of, short_plan, start_of
+from bnncli.commands.fit_lbbnn import FitLbbnnOptions, build_start, check_memory, make_plan, warn_of_short_plan
 from bnncli.commands.fit_sghmc import BASE, CYCLICAL, RMSPROP
 from bnncli.errors import CheckFailed, DataError, DeviceError, NumericError, UsageError
 from bnncli.evaluation.convergence import RankLaw
@@ -46,14 +46,14 @@ from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.options.command import READ, Command, ComputeOptions, InputOptions
-from bnncli.options.declaration import Checked, check_suffix, option
+from bnncli.options.declaration import CheckedOptions, check_suffix, option
 from bnncli.options.shared import INHERIT
 from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import Progress
-from bnncli.session.inputs import Split, load_split, open_posterior, posterior_source, recorded_prior
-from bnncli.session.out_of_fold import TRAIN, fit_on, load_fitted, require_features
+from bnncli.session.inputs import Split, load_split, open_posterior, posterior_source, read_recorded_prior
+from bnncli.session.out_of_fold import TRAIN, load_fitted, read_fitted_splits, require_features
 from bnncli.session.predictions import find_named
 from bnncli.session.run import Result, Run, Table, source_json
 from bnncli.targets.last_layer import LastLayerTarget
@@ -66,7 +66,7 @@ PRIOR = "prior"
 
 
 @dataclass(frozen=True)
-class SbcOptions(Checked):
+class SbcOptions(CheckedOptions):
     """Options of sbc."""
 
     posterior: str = option(
@@ -132,7 +132,11 @@ def run(run: Run, options: SbcOptions) -> Result:
         run, options.posterior, flag="--posterior", otherwise=run.suggest("fit-laplace", name=options.posterior)
     )
     header, source = posterior_source(run, path, "posterior")
-    train = load_split(run, "train") if fit_on(header) == TRAIN else load_fitted(run, fit_on(header))
+    train = (
+        load_split(run, "train")
+        if read_fitted_splits(header) == TRAIN
+        else load_fitted(run, read_fitted_splits(header))
+    )
     _check_can_be_tried(path, header)
     if header.meta["method"] == _LATENT and options.truth != PRIOR:
         raise UsageError(
@@ -157,7 +161,7 @@ def run(run: Run, options: SbcOptions) -> Result:
     _require_room(run, options, train, header)
 
     ranked = rank_draws(run, options, train, header, truth)
-    verdict = verdict_of(ranked, path.stem, options)
+    verdict = judge_ranks(ranked, path.stem, options)
     result = Result(
         extra={
             "posterior": path.stem,
@@ -219,13 +223,13 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
             f"--posterior: {path.stem} is centred on the checkpoint's weights, which simulated labels do not "
             "move; use a posterior at the mode"
         )
-    if recorded_prior(header) is None:
+    if read_recorded_prior(header) is None:
         raise UsageError(f"--posterior: {path.stem} records no prior")
 
 
 def _check_latent(path: Path, header: Header) -> None:
     """Raise UsageError for a latent binary network with hidden layers, or with a learnt prior."""
-    with interpreting(path):
+    with convert_lookup_errors(path):
         hidden, params = header.meta["sizes"][1:-1], header.provenance["params"]
         learns_prior = params["estimator"] == "concrete" and params["early_epochs"] > 0
     if hidden:
@@ -251,10 +255,10 @@ def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, H
     known = tuple(dict.fromkeys((*_OF_GAUSSIAN_PRIORS, *_EXACT)))
     if truth.meta.get("layers") is not None or truth.meta.get("method") not in known:
         raise UsageError(f"--truth: expected prior, or a last-layer posterior from {', '.join(known)}; got {path.stem}")
-    if recorded_prior(truth) != recorded_prior(tested):
+    if read_recorded_prior(truth) != read_recorded_prior(tested):
         raise UsageError(
-            f"--truth: {path.stem} has the prior {recorded_prior(truth)}, but the tested posterior has "
-            f"{recorded_prior(tested)}",
+            f"--truth: {path.stem} has the prior {read_recorded_prior(truth)}, but the tested posterior has "
+            f"{read_recorded_prior(tested)}",
             hint=run.suggest("hmc", base=name, prior_precision=INHERIT, name="truth"),
         )
     if truth.meta.get("method") not in _EXACT:
@@ -361,18 +365,25 @@ def rank_draws(run: Run, options: SbcOptions, train: Split, header: Header, trut
     features = train.resident(run.device).float()
     rows = torch.randperm(len(features), generator=generator)[: options.examples].sort().values
     some = features[rows.to(features.device)]
-    with _named(header):
+    with _name_in_errors(header):
         if header.meta["method"] == "lbbnn":
             trial = latent_trial(run, header, some, of_all=features, num=options.simulations, generator=generator)
         else:
             observed = None if truth is None else (features, train.labels(run.device))
-            prior = recorded_prior(header)
+            prior = read_recorded_prior(header)
             assert prior is not None  # checked
             num, layout = options.simulations, train.layout
-            thetas = _from_prior(prior, layout, num, generator) if truth is None else _truths(truth, num, generator)
-            trial = Trial(Problem(some, layout, prior, observed), thetas, refit_of(header))
+            thetas = (
+                _draw_from_prior(prior, layout, num, generator)
+                if truth is None
+                else _draw_truths(truth, num, generator)
+            )
+            trial = Trial(Problem(some, layout, prior, observed), thetas, choose_refit(header))
         chosen = ranked_quantities(
-            trial.problem.layout, _held_out(run, train, rows), run.stream("sbc/quantities"), of_labels=trial.of_labels
+            trial.problem.layout,
+            _read_held_out(run, train, rows),
+            run.stream("sbc/quantities"),
+            of_labels=trial.of_labels,
         )
         ranks = rank_quantities(
             trial.problem,
@@ -391,7 +402,7 @@ def rank_draws(run: Run, options: SbcOptions, train: Split, header: Header, trut
 
 
 @contextmanager
-def _named(header: Header) -> Iterator[None]:
+def _name_in_errors(header: Header) -> Iterator[None]:
     """Name the posterior in errors of its fit, since the options that help are the posterior's."""
     try:
         yield
@@ -414,20 +425,20 @@ def latent_trial(
     Raises:
         DeviceError: a fit has no room.
     """
-    layout, options = NetworkLayout.from_meta(header.meta), options_of(header, len(features))
+    layout, options = NetworkLayout.from_meta(header.meta), read_options(header, len(features))
     assert layout.head is not None  # checked
     check_memory(options, layout, run.device, num_examples=len(features))
-    plan = plan_of(options, len(features))
-    with interpreting(header.path):
+    plan = make_plan(options, len(features))
+    with convert_lookup_errors(header.path):
         (slab_sd,) = header.meta["metrics"]["slab_sd"]
-    warning = short_plan(options, plan, len(features))
+    warning = warn_of_short_plan(options, plan, len(features))
     if warning is not None:
         run.console.warn(f"fitting {header.path.stem} to {len(features)} simulated labels: {warning}")
     scaling = Scaling.of(of_all, run.device) if options.standardize else None
 
     def start(num_targets: int, stream: torch.Generator) -> LatentModel:
         count = num_targets * options.repeats
-        return start_of(options, layout, [slab_sd], num_repeats=count, generator=stream, device=run.device)
+        return build_start(options, layout, [slab_sd], num_repeats=count, generator=stream, device=run.device)
 
     prior = SpikeAndSlab.constant(
         layout.num_layers,
@@ -440,10 +451,10 @@ def latent_trial(
     return Trial(Problem(features, layout.head, _NOT_ASKED), thetas, LatentRefit(start, plan, scaling), LOG_LIKELIHOOD)
 
 
-def options_of(header: Header, num_examples: int) -> FitLbbnnOptions:
+def read_options(header: Header, num_examples: int) -> FitLbbnnOptions:
     """Return the recorded options of the fit, with the default epochs for the simulated number of examples."""
     names = {spec.name for spec in fields(FitLbbnnOptions)}
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         params = header.provenance["params"]
         recorded = FitLbbnnOptions(**{name: value for name, value in params.items() if name in names})
         left_open = replace(recorded, epochs=None)
@@ -451,13 +462,13 @@ def options_of(header: Header, num_examples: int) -> FitLbbnnOptions:
     return left_open.resolved(num_examples) if was_chosen else recorded
 
 
-def _from_prior(prior: Prior, layout: HeadLayout, num: int, generator: torch.Generator) -> Tensor:
+def _draw_from_prior(prior: Prior, layout: HeadLayout, num: int, generator: torch.Generator) -> Tensor:
     """theta (M, P)."""
     normal = torch.randn(num, layout.num_params, generator=generator, dtype=torch.float64)
     return prior.center(layout) + normal / prior.diagonal(layout).sqrt()
 
 
-def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
+def _draw_truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
     """Return theta (M, P) of a posterior, repeating its draws if it has fewer."""
     posterior, _ = open_posterior(path)
     drawn: Tensor = posterior.sample(num, generator).double()
@@ -472,7 +483,7 @@ def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
 _OF_FLOWS = ("length", "epochs", "batch_size", "learning_rate", "num_draws", "patience")
 
 
-def refit_of(header: Header) -> Refit:
+def choose_refit(header: Header) -> Refit:
     """Return a function that repeats a posterior's fit with its own options.
 
     Raises:
@@ -511,11 +522,11 @@ def _sghmc(header: Header) -> SghmcRefit:
         metrics["chains"],
         is_given=metrics["learning_rate_by"] == "given",
         from_initialisation=metrics["start"] == "init",
-        base=_gaussian(base_of(header).meta) if metrics["preconditioner"] == BASE else None,
+        base=_gaussian(read_base_header(header).meta) if metrics["preconditioner"] == BASE else None,
     )
 
 
-def base_of(header: Header) -> Header:
+def read_base_header(header: Header) -> Header:
     """Return the header of the Gaussian whose covariance preconditions a posterior's chains.
 
     Raises:
@@ -573,7 +584,7 @@ def _gaussian(meta: dict[str, Any]) -> GaussianRefit | TrainedRefit:
     return GaussianRefit(str(meta.get("structure", "full")))
 
 
-def _held_out(run: Run, train: Split, rows: Tensor) -> Tensor:
+def _read_held_out(run: Run, train: Split, rows: Tensor) -> Tensor:
     """Return features (R, D) of examples without simulated labels: of val, else of train."""
     if run.folder.features("val").is_file():
         return load_split(run, "val").features(torch.device("cpu"))
@@ -590,7 +601,7 @@ class SbcVerdict(NamedTuple):
     sentence: str
 
 
-def verdict_of(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> SbcVerdict:
+def judge_ranks(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> SbcVerdict:
     """Judge the ranks. Uniform ranks of all quantities fail with probability at most `level` (Bonferroni)."""
     odd = [one for one in ranked if one.p_value <= options.level / len(ranked)]
     if not odd:
@@ -600,7 +611,7 @@ def verdict_of(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> 
             f"all {len(ranked)} quantities are uniform",
         )
     told = ", ".join(
-        f"{one.name} ({one.fault or 'uneven'}, p {p_text(one.p_value)})"
+        f"{one.name} ({one.fault or 'uneven'}, p {format_p_value(one.p_value)})"
         for one in sorted(odd, key=lambda one: one.p_value)[:4]
     )
     more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
@@ -615,7 +626,7 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
     cells = [
         [
             one.name,
-            p_text(one.p_value),
+            format_p_value(one.p_value),
             f"{one.mean_rank:.3f}",
             f"{one.spread:.2f}",
             percent(one.coverage(0.5)),
@@ -633,7 +644,7 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
 _LEAST = 1e-12  # of a p-value: below it the sum over paths is rounding
 
 
-def p_text(value: float) -> str:
+def format_p_value(value: float) -> str:
     """Format a p-value."""
     return f"below {_LEAST:g}" if value < _LEAST else f"{value:.2g}"
 

@@ -19,16 +19,16 @@ from bnncli.evaluation.statistics import NO_LABELS, Row
 from bnncli.figures import render
 from bnncli.figures.predictions import draw_reliability
 from bnncli.likelihoods import name_to_record
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.options.command import Argument, Command, CommonOptions
-from bnncli.options.declaration import check_split_name, spelled
+from bnncli.options.declaration import check_split_name, spell_options
 from bnncli.options.scoring import Quantity, ScoreOptions
 from bnncli.session.prediction_files import (
     LOGITS,
     PROBS,
     GivenPredictions,
     MatchedForecasts,
-    Said,
+    PredictionClaims,
     artifact_names,
     check_together,
     open_given,
@@ -36,15 +36,15 @@ from bnncli.session.prediction_files import (
 )
 from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import (
+    check_assertions,
     check_names,
+    describe_rare_classes,
     detection_rows,
     failure_text,
     find_metric,
-    hold_against,
-    rare_class_warnings,
     split_rows,
 )
-from bnncli.session.score_tables import class_facts, class_table, legend, score_table, with_metrics, without_classes
+from bnncli.session.score_tables import class_facts, class_table, drop_class_values, legend, score_table, select_metrics
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
@@ -74,21 +74,21 @@ _OF_GROUPS = ("split", "group", "examples")
 
 def run(run: Run, options: ScoreOptions) -> Result:
     """Read predictions, score them and print the table."""
-    said = Said(LOGITS if options.logits else PROBS if options.probabilities else None, options.task)
+    said = PredictionClaims(LOGITS if options.logits else PROBS if options.probabilities else None, options.task)
     place = str(run.arguments["file"])
     check_plot(options, place)
-    given = _opened(place, said, options)
+    given = _open_predictions(place, said, options)
     check_labelled(options, given)
-    outside = _outside(given, said, options)
+    outside = _open_outside(given, said, options)
     if outside and not options.score:
         options = replace(options, score=[default_score([*one.arrays] for one in (given, *outside))])
     groups = _groups(given, place, options)
-    names = [_described(given), *({**_described(given), "split": name} for name in groups)]
+    names = [_describe_predictions(given), *({**_describe_predictions(given), "split": name} for name in groups)]
     check_names(options.assertions, names)
     bootstrap = _bootstrap(run, options, len(given.probs))
     for text in (one.doubt for one in (given, *outside) if one.doubt is not None):
         run.console.warn(text)
-    for text in rare_class_warnings(given.name, given.labels, given.classes, is_exclusive=given.is_exclusive):
+    for text in describe_rare_classes(given.name, given.labels, given.classes, is_exclusive=given.is_exclusive):
         run.console.warn(text)
     metrics = split_rows(given, options.settings, bootstrap, poll=run.console.poll)
     for other in outside:
@@ -96,11 +96,11 @@ def run(run: Run, options: ScoreOptions) -> Result:
         run.console.poll(f"detection of {other.name}")
     metrics += _fidelity(run, given, said, options.reference, bootstrap)
     _warn_of_no_labels(run, given, [m for m in metrics if not options.metric or m["name"] in options.metric])
-    rows = spelled([{**_described(given), "metrics": metrics}])
+    rows = spell_options([{**_describe_predictions(given), "metrics": metrics}])
     of_groups = [_group_row(run, options, given, name, members) for name, members in groups.items()]
-    checks = hold_against(options.assertions, [*rows, *({**row, "split": row["group"]} for row in of_groups)])
-    drawn = _drawn(options, given, groups, (rows[0], of_groups))
-    rows, of_groups = (_shown(options, given, some) for some in (rows, of_groups))
+    checks = check_assertions(options.assertions, [*rows, *({**row, "split": row["group"]} for row in of_groups)])
+    drawn = _publish_plot(options, given, groups, (rows[0], of_groups))
+    rows, of_groups = (_select_rows(options, given, some) for some in (rows, of_groups))
     result = Result(extra={"rows": rows, **({"groups": of_groups} if of_groups else {}), "checks": checks})
     notes = [
         "; ".join(legend(rows, options, options.shown_scores, 0 if bootstrap is None else bootstrap.num_replicates))
@@ -129,7 +129,7 @@ def check_plot(options: ScoreOptions, place: str) -> None:
     check_figure_path(Path(options.plot), "--plot", force=options.force, others=files)
 
 
-def _opened(place: str, said: Said, options: ScoreOptions) -> GivenPredictions:
+def _open_predictions(place: str, said: PredictionClaims, options: ScoreOptions) -> GivenPredictions:
     given = open_given(place, said, labels=options.labels)
     return given if given.header is not None else given.named(options.split)
 
@@ -138,12 +138,12 @@ def check_labelled(options: ScoreOptions, given: GivenPredictions) -> None:
     """Raise DataError where a figure is requested without labels."""
     if options.plot is not None and given.labels is None:
         raise DataError(
-            f"--plot: {quoted(given.path, limit=300)} has no labels, which reliability needs", code="no_labels",
+            f"--plot: {quote_name(given.path, limit=300)} has no labels, which reliability needs", code="no_labels",
             hint="add \0labels\0 FILE[:COLUMN]",
         )  # fmt: skip
 
 
-def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list[GivenPredictions]:
+def _open_outside(given: GivenPredictions, said: PredictionClaims, options: ScoreOptions) -> list[GivenPredictions]:
     """Open the out-of-distribution predictions. Raises UsageError for two of one name, DataError for the same file again."""
     found: list[GivenPredictions] = []
     for text in options.ood:
@@ -159,7 +159,7 @@ def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list
         check_together(given, one)
         if one.probs.shape == given.probs.shape and np.array_equal(one.probs, given.probs):
             raise DataError(
-                f"{quoted(one.path, limit=300)} has the same predictions as {given.path}", code="same_split"
+                f"{quote_name(one.path, limit=300)} has the same predictions as {given.path}", code="same_split"
             )
         found.append(one)
     return found
@@ -179,7 +179,7 @@ def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[
     path, named = split_prediction_place(options.groups)
     if not named:
         path, named = split_prediction_place(place)[0], {"": options.groups}
-    where = f"{quoted(path, limit=300)}: column {quoted(named[''])}" if "" in named else ""
+    where = f"{quote_name(path, limit=300)}: column {quote_name(named[''])}" if "" in named else ""
     if not where:
         raise UsageError(f"--groups: expected COLUMN or FILE:COLUMN; got {options.groups!r}")
     if given.header is not None and path == given.path:
@@ -204,12 +204,12 @@ def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[
 
 
 def _fidelity(
-    run: Run, given: GivenPredictions, said: Said, place: str | None, bootstrap: Bootstrap | None
+    run: Run, given: GivenPredictions, said: PredictionClaims, place: str | None, bootstrap: Bootstrap | None
 ) -> list[Row]:
     """Return rows that compare the predictions with the reference's."""
     if place is None:
         return []
-    reference = open_given(place, Said(task=_task(given, said)))
+    reference = open_given(place, PredictionClaims(task=_task(given, said)))
     check_together(given, reference)
     if reference.doubt is not None:
         run.console.warn(reference.doubt)
@@ -221,14 +221,14 @@ def _fidelity(
     return rows_against(ours, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
 
 
-def _task(given: GivenPredictions, said: Said) -> str | None:
+def _task(given: GivenPredictions, said: PredictionClaims) -> str | None:
     return said.task if given.is_exclusive else "multilabel"
 
 
 def _warn_of_no_labels(run: Run, given: GivenPredictions, shown: list[Row]) -> None:
     """Warn where requested scores need labels and there are none."""
     if given.labels is None and any(metric.get("undefined") == NO_LABELS for metric in shown):
-        run.console.warn(f"{quoted(given.path, limit=300)}: no labels found; add \0labels\0 FILE[:COLUMN]")
+        run.console.warn(f"{quote_name(given.path, limit=300)}: no labels found; add \0labels\0 FILE[:COLUMN]")
 
 
 def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: str, members: Any) -> Row:
@@ -236,8 +236,8 @@ def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: s
     own = given.of_rows(members, f"{given.name}/{name}")
     bootstrap = _bootstrap(run, options, len(members))
     metrics = split_rows(own, options.settings, bootstrap, poll=run.console.poll)
-    described: Row = {**_described(given), "group": name, "num_examples": len(members), "metrics": metrics}
-    found: Row = spelled(described)
+    described: Row = {**_describe_predictions(given), "group": name, "num_examples": len(members), "metrics": metrics}
+    found: Row = spell_options(described)
     return found
 
 
@@ -252,7 +252,7 @@ def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | No
     return Bootstrap(replicates, options.level, options.seed)
 
 
-def _described(given: GivenPredictions) -> Row:
+def _describe_predictions(given: GivenPredictions) -> Row:
     """Return a row's description of the predictions."""
     return {**artifact_names(given), "split": given.name, **name_to_record(given.likelihood)}
 
@@ -265,7 +265,7 @@ class Panel(NamedTuple):
     metrics: list[dict[str, Any]]
 
 
-def _drawn(
+def _publish_plot(
     options: ScoreOptions, given: GivenPredictions, groups: Mapping[str, Any], rows: tuple[Row, list[Row]]
 ) -> tuple[Row, str] | None:
     """Draw and publish the figure. Return its output entry and description; None without --plot."""
@@ -309,13 +309,13 @@ def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: in
     return {"role": "score.plot", "path": str(path), "content_digest": digest}, f"figure: {path}{shown}"
 
 
-def _shown(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> list[Row]:
+def _select_rows(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> list[Row]:
     """Return the rows with the requested scores, with or without those of each class."""
     if options.per_class:
         rows = [{**row, **class_facts(given.labels, given.classes)} for row in rows]
     else:
-        rows = [without_classes(row) for row in rows]
-    return with_metrics(rows, options.metric, options.shown_scores) if options.metric else rows
+        rows = [drop_class_values(row) for row in rows]
+    return select_metrics(rows, options.metric, options.shown_scores) if options.metric else rows
 
 
 def _head(row: Mapping[str, Any]) -> list[str]:

@@ -13,12 +13,12 @@ from bnncli.inference.temperature import LabelledLogits, RefittedHead, fit_tempe
 from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.stack import Stack
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, load_split
-from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.produce import Request, Resumable
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_probs_on_val, require_labeled_val, val_lines, warn_if_worse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StackOptions(Checked):
+class StackOptions(CheckedOptions):
     """Options of stack, on resuming after an interruption."""
 
     resume: bool = option(False, "Continue an interrupted run that had the same inputs and options.", numeric=False)
@@ -58,12 +58,12 @@ COMMAND = Command(
 _MODE_SECONDS = 0.05  # of a mode of few rows: its many small steps
 
 
-def estimated_seconds(run: Run, train: Split, val: Split) -> float:
+def estimate_seconds(run: Run, train: Split, val: Split) -> float:
     """Estimate the time of a stack, within a factor of about three."""
     speed, layout = estimate_speed(run.device), train.layout
     return sum(
         fit_seconds("diag", layout, num_examples=rows, speed=speed, num_fits=0, num_modes=modes) + modes * _MODE_SECONDS
-        for rows, modes in _ways(run, train, val)[0].values()
+        for rows, modes in _plan_ways(run, train, val)[0].values()
     )
 
 
@@ -73,7 +73,7 @@ NUM_PRECISIONS = 8  # tried by each way, approximately
 MOST_WORK = {"cpu": 6e10, "cuda": 4e12}
 
 
-def _ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int, int]], list[str]]:
+def _plan_ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """Return the rows and the approximate number of modes of each way, and the ways that are not tried, with reasons."""
     own, held = len(train.stored), len(val.stored)
     every = {
@@ -109,7 +109,7 @@ def run(run: Run, options: StackOptions) -> Result:
         estimated_bytes=lambda: 8 * 40 * train.layout.num_params,
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         return fit_stack(run, options, request, train, val)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request.target, meta))
@@ -162,7 +162,7 @@ class _Val:
         return torch.cat(found)[self.order].float()
 
 
-def fit_stack(run: Run, options: StackOptions, request: Request, train: Split, val: Split) -> Fitted:
+def fit_stack(run: Run, options: StackOptions, request: Request, train: Split, val: Split) -> FitOutput:
     """Fit the mixture and the mixture of each fold."""
     rows, also = _Val(run, val), {"device": run.device.type}
     resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
@@ -173,9 +173,9 @@ def fit_stack(run: Run, options: StackOptions, request: Request, train: Split, v
     by_fold = torch.stack([stacking_weights(scores[rows.folds != fold].flatten(0, -2)) for fold in range(NUM_FOLDS)])
     is_kept = weights >= KEPT
     kept = [head for head, is_in in zip(heads, is_kept, strict=True) if is_in]
-    posterior = Stack(torch.stack([head.theta for head in kept]).float(), _normalised(weights[is_kept]), val.layout)
+    posterior = Stack(torch.stack([head.theta for head in kept]).float(), _normalise(weights[is_kept]), val.layout)
     folds = torch.stack([head.folds.expand(NUM_FOLDS, -1) for head in kept], dim=1)  # (K, M, P)
-    fold_weights = _normalised(by_fold[:, is_kept])
+    fold_weights = _normalise(by_fold[:, is_kept])
     probs = rows.mixture(folds, fold_weights.to(run.device))
     metrics: dict[str, Any] = {
         "num_members": len(kept),
@@ -198,7 +198,7 @@ def fit_stack(run: Run, options: StackOptions, request: Request, train: Split, v
     tensors, meta = posterior.to_tensors()
     tensors |= {"folds.members": folds.float(), "folds.weights": fold_weights, "folds.rows": rows.folds.to(torch.uint8)}
     meta |= {"method": "stack", "param_layout": val.layout.to_json(), "fit_on": "train+val", "num_folds": NUM_FOLDS}
-    return Fitted(tensors, meta, metrics, train, publishing=resumable.publishing)
+    return FitOutput(tensors, meta, metrics, train, publishing=resumable.publishing)
 
 
 def _heads(
@@ -206,7 +206,7 @@ def _heads(
 ) -> tuple[list[RefittedHead], list[str]]:
     """Return the candidates, the simplest first, and what was not tried, with reasons."""
     heads: list[RefittedHead] = []
-    ways, left_out = _ways(run, train, val)
+    ways, left_out = _plan_ways(run, train, val)
     if not ways:
         raise DeviceError(
             f"refitting {val.layout.num_params:,} parameters would take too long on this device, so there is no "
@@ -225,7 +225,7 @@ def _heads(
         return found
 
     if train.head() is not None:
-        heads.append(_at_best_temperature(val, rows))
+        heads.append(_fit_temperature(val, rows))
     precisions: list[float] | None = None
     order = list(ways)
     for name in sorted(ways, key=lambda name: ways[name][0] * ways[name][1]):  # the quickest is kept the earliest
@@ -244,7 +244,7 @@ def _heads(
     return sorted(heads, key=lambda head: order.index(head.name) if head.name in ways else -1), left_out
 
 
-def _at_best_temperature(val: Split, rows: _Val) -> RefittedHead:
+def _fit_temperature(val: Split, rows: _Val) -> RefittedHead:
     """Fit the network's temperature to all rows of val, and to the rows that each fold keeps."""
     theta = val.start().to(rows.device)
     logits = block_logits(rows.features, theta.to(rows.features).unsqueeze(0), rows.layout)[:, 0].T
@@ -272,7 +272,7 @@ def _targets(run: Run, name: str, train: Split, rows: _Val) -> list[LastLayerTar
     return [with_val(some) for some in (rows.folds >= 0, *(rows.folds != fold for fold in range(NUM_FOLDS)))]
 
 
-def _normalised(weights: Tensor) -> Tensor:
+def _normalise(weights: Tensor) -> Tensor:
     return weights / weights.sum(dim=-1, keepdim=True)
 
 

@@ -11,13 +11,13 @@ from bnncli.artifacts.atomic import dead_temporaries
 from bnncli.artifacts.files import read_header
 from bnncli.errors import NOT_OF_CONTENT, BnnError, CheckFailed
 from bnncli.options.command import READ, Command
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.session.run import Result, Run, Table
 from bnncli.session.states import STALE, ArtifactState, artifact_files, artifact_states
 
 
 @dataclass(frozen=True)
-class StatusOptions(Checked):
+class StatusOptions(CheckedOptions):
     """Options of status."""
 
     check: bool = option(False, "Exit 3 unless every artifact is up to date.")
@@ -39,7 +39,7 @@ def run(run: Run, options: StatusOptions) -> Result:
     folder = run.folder
     paths = artifact_files(run)
     entries = [_entry(run, one) for one in artifact_states(run, paths)]
-    entries += [_missing(path) for path in _expected(run, paths)]
+    entries += [_missing(path) for path in _find_missing(run, paths)]
     leftovers = [str(path) for path in dead_temporaries(folder.root)]
     notes = [f"left over from a process that has ended: {path} (bnncli clean removes it)" for path in leftovers]
     states = [str(path) for path in resume.find_leftovers(folder.root)]
@@ -87,7 +87,7 @@ def _missing(path: Path) -> dict[str, Any]:
     }
 
 
-def _expected(run: Run, paths: list[Path]) -> list[Path]:
+def _find_missing(run: Run, paths: list[Path]) -> list[Path]:
     """Return what the run should have and lacks: training features, or inputs that its artifacts name."""
     named = [run.folder.features("train")]
     for path in paths:

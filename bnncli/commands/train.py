@@ -43,21 +43,21 @@ from bnncli.options.command import (
     LockOptions,
     RecordOptions,
     WriteOptions,
-    pasted,
+    format_command_line,
 )
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.progress import SILENT, Progress
 from bnncli.registry import check_name, has_name, names, own_names
 from bnncli.session import revisions as _revisions
 from bnncli.session.produce import (
-    Computed,
+    ComputationOutput,
     Request,
     Work,
-    begun_before,
+    prepare_resumable_training,
     produce_together,
-    resumable_training,
-    say_who_works,
-    stored_in,
+    report_idle_workers,
+    select_own_states,
+    take_begun_states,
 )
 from bnncli.session.run import Result, Run, arguments_by_name
 from bnncli.session.splits import check_network_file, check_outputs, open_splits, user_sources
@@ -120,7 +120,7 @@ def _recipe_help() -> str:
 
 
 @dataclass(frozen=True)
-class TrainOptions(Checked):
+class TrainOptions(CheckedOptions):
     """Options of train."""
 
     recipe: str | None = option(None, _recipe_help, choices=tuple(RECIPES), group="Network")
@@ -301,7 +301,7 @@ def run(run: Run, options: TrainOptions) -> Result:
             made.append(Training(run, options, splits, likelihood, requests[0], seeds=list(targets)))
         return made[0]
 
-    def compute(place: int) -> Computed:
+    def compute(place: int) -> ComputationOutput:
         trained = training().networks[place]
 
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
@@ -315,17 +315,17 @@ def run(run: Run, options: TrainOptions) -> Result:
                     may_replace=may_replace,
                 )
 
-        return Computed(publish)
+        return ComputationOutput(publish)
 
     works = [Work(request, partial(compute, place)) for place, request in enumerate(requests)]
     results = produce_together(run, works, also=lambda: [], before=lambda files: None)
     for one in made:
         one.forget()
-    return _finished(run, options, requests, results)
+    return _combine_results(run, options, requests, results)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedNetwork:
     """A trained network: its state dict, that of its running average if any, and its metrics."""
 
     state: dict[str, Tensor]
@@ -355,21 +355,21 @@ class Training:
     ) -> None:
         self.run, self.options, self.seeds = run, options, seeds
         others = team()
-        groups = [range(len(seeds))] if others is None else groups_of_seeds(len(seeds), run.device)
+        groups = [range(len(seeds))] if others is None else group_seeds(len(seeds), run.device)
         also = None if others is None else {"groups": ",".join(str(len(group)) for group in groups)}
-        self.resumable = resumable_training(
+        self.resumable = prepare_resumable_training(
             run, request, resume=options.resume, save_every=options.save_every, also=also
         )
         device = run.device
         examples = {
-            name: labelled_inputs(split, device, num_workers=options.num_workers, progress=run.console)
+            name: read_inputs(split, device, num_workers=options.num_workers, progress=run.console)
             for name, split in splits.items()
         }
         with torch.random.fork_rng(devices=[]):
             modules = [_network(options, seed) for seed in seeds]
             modules = [module.to(device).to(memory_format=torch.channels_last) for module in modules]  # type: ignore[call-overload]
             first = examples["train"].inputs[:_PROBED]
-            num_outputs = _num_outputs(options, modules[0], first)
+            num_outputs = _count_outputs(options, modules[0], first)
             check_outputs(options.task, likelihood_name, num_outputs)
             self.likelihood = likelihood_of(num_outputs, likelihood_name)
             for name, one in examples.items():
@@ -398,16 +398,16 @@ class Training:
         settings: MapSettings,
         groups: list[range],
         state: dict[str, Tensor] | None,
-    ) -> list[Trained]:
+    ) -> list[TrainedNetwork]:
         """Train groups of networks, each as its own batch, shared among workers."""
-        say_who_works(self.run, others, len(groups))
-        stored = stored_in(self.resumable, begun_before(state), others, len(groups))
+        report_idle_workers(self.run, others, len(groups))
+        stored = select_own_states(self.resumable, take_begun_states(state), others, len(groups))
 
         def work(number: int, seat: Seat) -> Mapping[str, Tensor]:
             found = self._train(
                 modules, examples, settings, groups[number], state=seat.state, save=seat.save, progress=seat
             )
-            return number_tensors({place: tensors_of(one) for place, one in enumerate(found)})
+            return number_tensors({place: pack_tensors(one) for place, one in enumerate(found)})
 
         num_examples = len(examples["train"].inputs)
         num_batches = -(-num_examples // min(settings.batch_size, num_examples))
@@ -420,7 +420,7 @@ class Training:
             progress=self.run.console,
             stored=stored,
         )
-        return [of_tensors(one) for part in parts for one in split_by_number(part).values()]
+        return [unpack_tensors(one) for part in parts for one in split_by_number(part).values()]
 
     def _train(
         self,
@@ -429,7 +429,7 @@ class Training:
         settings: MapSettings,
         places: range,
         **report: Any,
-    ) -> list[Trained]:
+    ) -> list[TrainedNetwork]:
         """Train the networks at these indices as one batch, with `report` as in the training loop."""
         run, options, seeds = self.run, self.options, [self.seeds[place] for place in places]
         own = [modules[place] for place in places]
@@ -451,7 +451,7 @@ class Training:
             train(learner, course, what="train", **report)
         return self._trained(learner, examples)
 
-    def _trained(self, learner: MapLearner, examples: Mapping[str, Examples]) -> list[Trained]:
+    def _trained(self, learner: MapLearner, examples: Mapping[str, Examples]) -> list[TrainedNetwork]:
         """Return each trained network, scored with its averaged state if there is one."""
         raw = learner.networks.separate()
         averaged = learner.averaged() if learner.averages else None
@@ -473,7 +473,7 @@ class Training:
                 "metrics": metrics,
             }
             assert states[0] is not None
-            found.append(Trained(states[0], states[1], meta))
+            found.append(TrainedNetwork(states[0], states[1], meta))
         return found
 
     def forget(self) -> None:
@@ -502,7 +502,7 @@ def _request(
         if ":" in str(options.model):  # code is not run to tell
             return 1 << 20
 
-        return stored_bytes(options)
+        return compute_stored_bytes(options)
 
     return Request(
         target,
@@ -517,7 +517,7 @@ def _request(
     )
 
 
-def stored_bytes(options: TrainOptions) -> int:
+def compute_stored_bytes(options: TrainOptions) -> int:
     """Return the size of a built-in network's checkpoint, in bytes."""
     with torch.device("meta"):
         network = load_network(str(options.model), arguments_by_name(options.model_arg), None)
@@ -529,7 +529,7 @@ def stored_bytes(options: TrainOptions) -> int:
 GROUP_SEEDS = {"cpu": 1, "cuda": 8}
 
 
-def groups_of_seeds(num_seeds: int, device: torch.device) -> list[range]:
+def group_seeds(num_seeds: int, device: torch.device) -> list[range]:
     """Split seeds into groups of nearly equal size and return the indices of each. Depends on the number of seeds, not of workers."""
     return shares(num_seeds, -(-num_seeds // GROUP_SEEDS.get(device.type, 1)))
 
@@ -537,7 +537,7 @@ def groups_of_seeds(num_seeds: int, device: torch.device) -> list[range]:
 _READ = 1024  # examples at once
 
 
-def labelled_inputs(
+def read_inputs(
     split: InputSplit, device: torch.device, *, num_workers: int = 0, progress: Progress = SILENT
 ) -> Examples:
     """Return the inputs (N, ...) and labels of a split.
@@ -602,7 +602,7 @@ def _network(options: TrainOptions, seed: int) -> nn.Module:
     return network
 
 
-def _num_outputs(options: TrainOptions, module: nn.Module, inputs: Tensor) -> int:
+def _count_outputs(options: TrainOptions, module: nn.Module, inputs: Tensor) -> int:
     """Return the number of outputs for inputs (n, ...). Raises DataError where the network cannot take them."""
     try:
         return forward(module.eval(), inputs).reshape(len(inputs), -1).shape[1]
@@ -651,7 +651,7 @@ def _settings(options: TrainOptions, split: InputSplit, inputs: Tensor) -> MapSe
     )
 
 
-def tensors_of(trained: Trained) -> dict[str, Tensor]:
+def pack_tensors(trained: TrainedNetwork) -> dict[str, Tensor]:
     """Return a trained network as tensors."""
     said = torch.frombuffer(bytearray(json.dumps(trained.meta).encode()), dtype=torch.uint8)
     found = {f"state/{name}": tensor for name, tensor in trained.state.items()}
@@ -659,14 +659,14 @@ def tensors_of(trained: Trained) -> dict[str, Tensor]:
     return {"meta": said, **found}
 
 
-def of_tensors(tensors: dict[str, Tensor]) -> Trained:
+def unpack_tensors(tensors: dict[str, Tensor]) -> TrainedNetwork:
     """Return the trained network of tensors from tensors_of."""
     parts: dict[str, dict[str, Tensor]] = {"state": {}, "averaged": {}}
     for key, tensor in tensors.items():
         kind, slash, name = key.partition("/")
         if slash:
             parts[kind][name] = tensor
-    return Trained(parts["state"], parts["averaged"] or None, json.loads(bytes(tensors["meta"].tolist())))
+    return TrainedNetwork(parts["state"], parts["averaged"] or None, json.loads(bytes(tensors["meta"].tolist())))
 
 
 def _report(run: Run, epoch: int, history: EpochScores) -> None:
@@ -723,7 +723,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _finished(run: Run, options: TrainOptions, requests: list[Request], results: list[Result]) -> Result:
+def _combine_results(run: Run, options: TrainOptions, requests: list[Request], results: list[Result]) -> Result:
     """Return all results as one, with the metrics of each checkpoint."""
     total = Result()
     for result in results:
@@ -738,14 +738,14 @@ def _finished(run: Run, options: TrainOptions, requests: list[Request], results:
     total.extra = {"networks": networks}
     total.metrics = metas[0]["metrics"] if len(metas) == 1 else {}
     for request, meta in zip(requests, metas, strict=True):
-        total.summary += summary_of(request.target, meta)
+        total.summary += format_summary(request.target, meta)
     features = run.folder.features("train")
     if len(requests) > 1 or not features.is_file() or artifact_states(run, [features])[0].state != "fresh":
         total.summary.append(f"next: {next_command(options, requests[0].target)}")
     return total
 
 
-def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
+def format_summary(path: Path, meta: Mapping[str, Any]) -> list[str]:
     """Return a line on the training and one on the other splits."""
     metrics = meta["metrics"]
     passes = meta["gradient_passes"]
@@ -771,4 +771,4 @@ def next_command(options: TrainOptions, path: Path) -> str:
         again = {name: getattr(options, name) for name in RECORDED_NETWORK} | again
     if options.ema is not None:
         again["state"] = "ema"
-    return pasted("extract-features", str(path), **again)
+    return format_command_line("extract-features", str(path), **again)

@@ -18,7 +18,7 @@ from bnncli.data.labels import FROM_1, check_labels, common_task
 from bnncli.data.transform import normalise_dtype
 from bnncli.errors import DataError, DeviceError, Untrusted
 from bnncli.likelihoods import likelihood_of
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.progress import Progress
 from bnncli.system.devices import available_memory
 from bnncli.system.input_files import is_failure, open_regular
@@ -103,7 +103,7 @@ class NamedArrays:
         return found if self.labels is None else {**found, "y": self.labels}
 
 
-def named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *, where: str) -> NamedArrays:
+def check_named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *, where: str) -> NamedArrays:
     """Check several arrays and return them as a data set.
 
     Raises:
@@ -112,9 +112,9 @@ def named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *,
     sizes = {name: len(array) if array.ndim else 0 for name, array in inputs.items()}
     for name, array in inputs.items():
         if array.dtype.kind not in "fiub":
-            raise DataError(f"{where}: array {quoted(name)} has type {array.dtype}, expected numbers")
+            raise DataError(f"{where}: array {quote_name(name)} has type {array.dtype}, expected numbers")
     if len({*sizes.values()}) != 1:
-        said = ", ".join(f"{quoted(name)} {size}" for name, size in sizes.items())
+        said = ", ".join(f"{quote_name(name)} {size}" for name, size in sizes.items())
         raise DataError(f"{where}: the arrays have different numbers of rows ({said})")
     num_rows = next(iter(sizes.values()))
     checked = None if labels is None else check_labels(labels, num_rows=num_rows, where=where)
@@ -163,16 +163,16 @@ def npz_names(path: Path) -> list[str]:
         except _DAMAGE as error:
             if is_failure(error):
                 raise
-            raise DataError(f"{quoted(path, limit=300)} is not an npz file ({error})", path=path) from error
+            raise DataError(f"{quote_name(path, limit=300)} is not an npz file ({error})", path=path) from error
     names = [name.removesuffix(".npy") for name in members if name.endswith(".npy")]
     if not names and any(name.endswith("/data.pkl") for name in members):
         raise DataError(
-            f"{quoted(path, limit=300)} is a PyTorch checkpoint, not an npz file", path=path, code="wrong_kind",
+            f"{quote_name(path, limit=300)} is a PyTorch checkpoint, not an npz file", path=path, code="wrong_kind",
             hint="save the arrays with np.savez; pass a checkpoint as the first argument",
         )  # fmt: skip
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"{quoted(path, limit=300)} has several arrays with the same name: {listed(twice)}", path=path, code="bad_keys",
+            f"{quote_name(path, limit=300)} has several arrays with the same name: {format_names(twice)}", path=path, code="bad_keys",
             hint="save it again with np.savez",
         )  # fmt: skip
     return names
@@ -187,7 +187,7 @@ def npz_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
             try:
                 shape, _, dtype, _ = _header_of(archive, f"{name}.npy")
             except _DAMAGE as error:
-                raise _damaged(error, name, path) from error
+                raise _damage_error(error, name, path) from error
             found[name] = shape, dtype
     return found
 
@@ -206,21 +206,23 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
         for name in names:
             if name not in available:
                 raise DataError(
-                    f"{quoted(path, limit=300)} has no array {quoted(name)}; it has {listed(available, limit=20)}",
+                    f"{quote_name(path, limit=300)} has no array {quote_name(name)}; it has {format_names(available, limit=20)}",
                     hint="name the arrays: npz:FILE:INPUTS,LABELS", path=path,
                 )  # fmt: skip
             try:
                 arrays[name] = _read_member(archive, f"{name}.npy", path)
             except _DAMAGE as error:
-                raise _damaged(error, name, path) from error
+                raise _damage_error(error, name, path) from error
     return arrays
 
 
-def _damaged(error: Exception, name: str, path: Path) -> DataError:
+def _damage_error(error: Exception, name: str, path: Path) -> DataError:
     """Return the error for an unreadable array, or re-raise the error if the system is to blame."""
     if is_failure(error):
         raise error
-    return DataError(f"{quoted(path, limit=300)}: array {quoted(name)} is truncated or damaged ({error})", path=path)
+    return DataError(
+        f"{quote_name(path, limit=300)}: array {quote_name(name)} is truncated or damaged ({error})", path=path
+    )
 
 
 def can_inflate_to(compressed: int, size: int) -> bool:
@@ -252,7 +254,7 @@ def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
     shape, is_fortran, dtype, start = _header_of(archive, name)
     if dtype.hasobject:
         raise Untrusted(
-            f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))} holds Python objects, which "
+            f"{quote_name(path, limit=300)}: array {quote_name(name.removesuffix('.npy'))} holds Python objects, which "
                 "need unpickling; bnncli does not unpickle data",
             hint="save it as a plain array of numbers", path=path,
         )  # fmt: skip
@@ -261,14 +263,14 @@ def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
     if not can_inflate_to(info.compress_size, info.file_size):
         raise ValueError(f"{info.compress_size} compressed bytes cannot hold {info.file_size} bytes")
     if info.compress_type == zipfile.ZIP_STORED and info.file_size >= MAPPED_BYTES and not is_fortran:
-        return _mapped(archive, info, start, shape, dtype)
-    check_memory(info.file_size, f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))}")
+        return _map_array(archive, info, start, shape, dtype)
+    check_memory(info.file_size, f"{quote_name(path, limit=300)}: array {quote_name(name.removesuffix('.npy'))}")
     with archive.open(name) as member:
         array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
     return array
 
 
-def _mapped(
+def _map_array(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, start: int, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
     """Memory-map an uncompressed array in the archive, after verifying its checksum.
@@ -295,7 +297,7 @@ _COMPLEX = 0x0800
 
 def read_mat(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
     """Read real arrays by name. Raises MissingInput, or DataError if the file is damaged or lacks an array."""
-    shown = quoted(path, limit=300)
+    shown = quote_name(path, limit=300)
     with open_regular(path) as stream:
         data = memoryview(stream.read())
     try:
@@ -316,7 +318,7 @@ def read_mat(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
         raise DataError(message, path=path, hint="copy or download it again") from error
     for name in names:
         if name not in found:
-            raise DataError(f"{shown} has no numeric array {quoted(name)}", path=path)
+            raise DataError(f"{shown} has no numeric array {quote_name(name)}", path=path)
     return found
 
 
@@ -324,7 +326,7 @@ def _matrices(data: memoryview, order: str, shown: str) -> Iterator[tuple[str, n
     """Yield names and values of the real arrays."""
     for kind, content in _elements(data, order):
         if kind == _COMPRESSED:
-            kind, content = next(_elements(_unpacked(content, order, shown), order))
+            kind, content = next(_elements(_decompress_element(content, order, shown), order))
         if kind != _MATRIX:
             continue
         parts = _elements(content, order)
@@ -335,11 +337,13 @@ def _matrices(data: memoryview, order: str, shown: str) -> Iterator[tuple[str, n
             stored, values = next(parts, (9, memoryview(b"")))
             array = np.frombuffer(values, f"{order}{_STORED.get(stored)}")
             if len(array) != math.prod(shape):
-                raise ValueError(f"{quoted(name)} has {len(array)} numbers, which do not match shape {tuple(shape)}")
+                raise ValueError(
+                    f"{quote_name(name)} has {len(array)} numbers, which do not match shape {tuple(shape)}"
+                )
             yield name, array.astype(_CLASSES[flags & 0xFF]).reshape(shape, order="F")
 
 
-def _unpacked(content: memoryview, order: str, shown: str) -> memoryview:
+def _decompress_element(content: memoryview, order: str, shown: str) -> memoryview:
     """Decompress an element to the size that it states."""
     packed = zlib.decompressobj()
     head = packed.decompress(content, 8)

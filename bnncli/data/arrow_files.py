@@ -14,7 +14,7 @@ import numpy as np
 
 from bnncli.data.tables import FILE, LIST, OTHER, REAL, TEXT, WHOLE
 from bnncli.errors import DataError, DeviceError, UsageError
-from bnncli.names import by_number, is_split, listed, quoted
+from bnncli.names import by_number, format_names, is_split, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
 from bnncli.system.input_files import is_failure, open_regular, read_error
@@ -45,11 +45,11 @@ def columns_of(schema: Any, asked: str, where: str) -> dict[str, str]:
     names = list(schema.names)
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
-        raise DataError(f"{where} has several columns named {listed(double)}")
-    return {field.name: _held(field.type, types) for field in schema}
+        raise DataError(f"{where} has several columns named {format_names(double)}")
+    return {field.name: _classify_type(field.type, types) for field in schema}
 
 
-def _held(kind: Any, types: Any) -> str:
+def _classify_type(kind: Any, types: Any) -> str:
     if types.is_dictionary(kind):
         kind = kind.value_type
     checks = (
@@ -134,7 +134,7 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
         splits = sorted({split for file in found if (split := _split_of(file)) is not None})
         if len(splits) > 1:
             raise UsageError(
-                f"\0data\0 {spelled}: {quoted(path, limit=300)} has files from several splits: {listed(splits)}",
+                f"\0data\0 {spelled}: {quote_name(path, limit=300)} has files from several splits: {format_names(splits)}",
                 hint=f"use a pattern, such as {spelled}:{path}/**/{splits[0]}-*{found[0].suffix}",
             )
     elif any(letter in place for letter in "*?[") and not path.exists():
@@ -146,9 +146,9 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
         return path, [path]
     if not found:
         what = (
-            f"no {spelled} files in {quoted(path, limit=300)}"
+            f"no {spelled} files in {quote_name(path, limit=300)}"
             if path.is_dir()
-            else f"no file matches {quoted(path, limit=300)}"
+            else f"no file matches {quote_name(path, limit=300)}"
         )
         raise DataError(what, path=path, code="empty_split")
     return path, sorted(found, key=by_number)
@@ -276,14 +276,14 @@ class BlockTable:
         for number, file in enumerate(self._files):
             blocks = self._opened(number)
             with self._damage(file):
-                columns, counts = columns_of(blocks.schema, self._asked, quoted(file, limit=300)), blocks.sizes()
+                columns, counts = columns_of(blocks.schema, self._asked, quote_name(file, limit=300)), blocks.sizes()
             if number == 0:
                 self.columns, self.class_names = columns, class_names_of(blocks.schema.metadata)
             if columns.keys() != self.columns.keys():
                 odd = sorted(columns.keys() ^ self.columns.keys())[0]
                 raise DataError(
-                    f"{quoted(file, limit=300)} and {quoted(self._files[0].name)} have different columns: only "
-                    f"one of them has {quoted(odd)}",
+                    f"{quote_name(file, limit=300)} and {quote_name(self._files[0].name)} have different columns: only "
+                    f"one of them has {quote_name(odd)}",
                     path=file,
                 )
             self._spans += [(number, block) for block in range(len(counts))]
@@ -384,7 +384,7 @@ class _Damage:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         library = arrow_library("pyarrow", self._asked)
-        shown = quoted(self._file, limit=300)
+        shown = quote_name(self._file, limit=300)
         if isinstance(error, MemoryError):
             raise DeviceError(f"not enough memory to read {shown}", code="out_of_memory") from error
         if isinstance(error, OSError) and is_failure(error):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bnncli.data.tables import REAL, TEXT, WHOLE
 from bnncli.errors import DataError
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
 from bnncli.system.input_files import convert_read_errors, is_failure, open_regular
@@ -38,7 +38,7 @@ def utf16_error(path: Path) -> DataError:
     """Return the error for a file of UTF-16 text."""
     name = shlex.quote(str(path))
     hint = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE" if name.isprintable() else "iconv -f UTF-16 -t UTF-8"
-    return DataError(f"{quoted(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint=hint)
+    return DataError(f"{quote_name(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint=hint)
 
 
 class LineFile:
@@ -51,7 +51,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         """Open the file. Raises MissingInput, or DataError if it is damaged or UTF-16."""
         self.path = path
-        self._stream = _opened(path)
+        self._stream = _open_decompressed(path)
         head = os.pread(self._stream.fileno(), 3, 0)
         if head[:2] in UTF16_MARKS:
             raise utf16_error(path)
@@ -99,7 +99,9 @@ class LineFile:
                 place += len(part)
         if place < stop:
             raise DataError(
-                f"{quoted(self.path, limit=300)} changed while it was being read", path=self.path, code="input_replaced"
+                f"{quote_name(self.path, limit=300)} changed while it was being read",
+                path=self.path,
+                code="input_replaced",
             )
         return b"".join(parts)
 
@@ -120,7 +122,7 @@ def decode_line(line: bytes, where: str) -> str:
         ) from error
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_decompressed(path: Path) -> IO[bytes]:
     """Open the file, or its decompressed contents."""
     with open_regular(path) as stream:
         if stream.read(2) != _GZIP_MAGIC:
@@ -134,7 +136,7 @@ def _opened(path: Path) -> IO[bytes]:
             plain.close()
             if is_failure(error):
                 raise
-            raise DataError(f"{quoted(path, limit=300)} is not a complete gzip file: {error}", path=path) from error
+            raise DataError(f"{quote_name(path, limit=300)} is not a complete gzip file: {error}", path=path) from error
     plain.flush()
     return plain
 
@@ -201,9 +203,9 @@ def number_parser(delimiter: str, num_columns: int, places: Sequence[int]) -> Ca
     try:
         csv = importlib.import_module("pyarrow.csv")
     except ImportError:
-        return lambda text: _finite(_parsed, text, delimiter, places)
+        return lambda text: _finite(_parse_numbers, text, delimiter, places)
     options = _arrow_options(csv, delimiter, num_columns, places)
-    return lambda text: _finite(_parsed_by_arrow, text, csv, options)
+    return lambda text: _finite(_parse_with_arrow, text, csv, options)
 
 
 def _ends(text: bytes, delimiter: bytes, num_columns: int) -> NDArray[np.int64] | None:
@@ -239,7 +241,7 @@ def _finite(parse: Callable[..., np.ndarray], *parts: Any) -> np.ndarray | None:
     return found if np.isfinite(found).all() else None
 
 
-def _parsed(text: bytes, delimiter: str, places: Sequence[int]) -> np.ndarray:
+def _parse_numbers(text: bytes, delimiter: str, places: Sequence[int]) -> np.ndarray:
     return np.loadtxt(io.BytesIO(text), delimiter=delimiter, usecols=places, comments=None, ndmin=2)
 
 
@@ -255,7 +257,7 @@ def _arrow_options(csv: Any, delimiter: str, num_columns: int, places: Sequence[
     }
 
 
-def _parsed_by_arrow(text: bytes, csv: Any, options: dict[str, Any]) -> np.ndarray:
+def _parse_with_arrow(text: bytes, csv: Any, options: dict[str, Any]) -> np.ndarray:
     parts = dict(options)
     read = csv.ReadOptions(block_size=max(len(text), 1), **parts.pop("read"))
     table = csv.read_csv(io.BytesIO(text), read_options=read, **parts)
@@ -279,7 +281,7 @@ class DelimitedTable:
     def __init__(self, path: Path, *, delimiter: str) -> None:
         """Open a table. Raises MissingInput, or DataError if it has no columns or its first rows are damaged."""
         self.path, self._lines = path, LineFile(path)
-        self._where = quoted(path, limit=300)
+        self._where = quote_name(path, limit=300)
         self._delimiter = delimiter
         self._is_quoted, self._is_plain = delimiter != "\t", False
         self._starts = np.zeros(0, np.int64)
@@ -287,7 +289,7 @@ class DelimitedTable:
         first = list(islice(self._rows(), _FIRST_ROWS))
         self._first, rows = first[0][0] if first else None, [fields for _, fields in first]
         self.columns = {
-            name: _held([fields[place] for fields in rows if place < len(fields)])
+            name: _classify_fields([fields[place] for fields in rows if place < len(fields)])
             for place, name in enumerate(self._header)
         }
 
@@ -401,13 +403,13 @@ class DelimitedTable:
             and (other := next((one for one in ",;\t|" if one in header[0]), None))
         ):
             raise DataError(
-                f"{self._where} has only one column, {quoted(header[0])}: expected the delimiter "
+                f"{self._where} has only one column, {quote_name(header[0])}: expected the delimiter "
                     f"{self._delimiter!r}, found {other!r}",
                 path=self.path, hint="use csv:, which reads commas, semicolons and tabs regardless of the file's suffix",
             )  # fmt: skip
         double = sorted({name for name in header if name and header.count(name) > 1})
         if double:
-            raise DataError(f"{self._where} has several columns named {listed(double)}", path=self.path)
+            raise DataError(f"{self._where} has several columns named {format_names(double)}", path=self.path)
         return header
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
@@ -443,7 +445,7 @@ class DelimitedTable:
             nonlocal has_returns
             for line in lines:
                 if "\r" in line:
-                    line = _without_returns(line)
+                    line = _replace_returns(line)
                     has_returns = has_returns or _RETURN in line
                 yield line
 
@@ -455,7 +457,7 @@ class DelimitedTable:
         ):
             if has_returns and any(_RETURN in field for field in fields):
                 fields = [field.replace(_RETURN, "\r") for field in fields]
-            yield fields if self._is_quoted else [_unquoted(field) for field in fields]
+            yield fields if self._is_quoted else [_unquote(field) for field in fields]
 
     def _row(self, count: int, start: int) -> str:
         """Name a row by its number and its first line."""
@@ -463,7 +465,7 @@ class DelimitedTable:
         return f"{self._where}: " + (f"row {count} (line {line})" if count >= 0 else f"line {line}")
 
 
-def _without_returns(line: str) -> str:
+def _replace_returns(line: str) -> str:
     """Replace carriage returns inside a line, which the csv module refuses and its writer does not quote."""
     body = line.removesuffix("\n").removesuffix("\r")
     return body.replace("\r", _RETURN) + line[len(body) :]
@@ -474,14 +476,14 @@ def _lines_of(text: str) -> list[str]:
     return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
 
 
-def _unquoted(field: str) -> str:
+def _unquote(field: str) -> str:
     """Remove the quotation marks around a field and undouble those inside."""
     inner = field[1:-1]
     is_whole = len(field) > 1 and field[0] == field[-1] == '"' and '"' not in inner.replace('""', "")
     return inner.replace('""', '"') if is_whole else field
 
 
-def _held(values: list[str]) -> str:
+def _classify_fields(values: list[str]) -> str:
     """Return what the fields of a column hold."""
     found = TEXT
     for kind, holds in ((float, REAL), (int, WHOLE)):

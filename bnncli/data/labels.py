@@ -12,7 +12,7 @@ import numpy as np
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.likelihoods import MULTILABEL
-from bnncli.names import counted, is_split, listed, quoted
+from bnncli.names import counted, format_names, is_split, quote_name
 from bnncli.system.input_files import convert_read_errors
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Numbering:
         if labels.shape[1] == len(numbers) < len(classes):
             named = [classes[number] for number in numbers]
             raise DataError(
-                f"the data have only the labels {listed(named, limit=8)}; the model has {listed(classes, limit=8)}",
+                f"the data have only the labels {format_names(named, limit=8)}; the model has {format_names(classes, limit=8)}",
                 code="bad_labels",
                 hint="add a column for each label of the model; a missing column does not mean that the label is "
                 "absent",
@@ -226,24 +226,24 @@ def match_classes(split: InputSplit, classes: tuple[str, ...] | None) -> InputSp
     if split.is_ood:
         return split
     if classes is None:
-        return _as_numbers(split)
+        return _convert_integer_names(split)
     if split.classes is None or not split.is_labeled:
         return replace(split, numbering=Numbering(classes))
     numbers = _numbers_by_name(split.classes, classes)
     if numbers is None:
-        known = {_folded(name) for name in classes}
-        unknown = [name for name in split.classes if _folded(name) not in known]
+        known = {_fold_name(name) for name in classes}
+        unknown = [name for name in split.classes if _fold_name(name) not in known]
         raise DataError(
-            f"split {split.name!r} has the classes {listed(split.classes, limit=8)}; the model has "
-            f"{listed(classes, limit=8)}"
-            + (f"; not in the model: {listed(unknown)}" if len(classes) > 8 or len(split.classes) > 8 else ""),
+            f"split {split.name!r} has the classes {format_names(split.classes, limit=8)}; the model has "
+            f"{format_names(classes, limit=8)}"
+            + (f"; not in the model: {format_names(unknown)}" if len(classes) > 8 or len(split.classes) > 8 else ""),
             code="class_mismatch",
             hint="rename the classes of the data, or give labels as integers (indices of the model's outputs, from 0)",
         )
     return replace(split, numbering=Numbering(classes, numbers))
 
 
-def _as_numbers(split: InputSplit) -> InputSplit:
+def _convert_integer_names(split: InputSplit) -> InputSplit:
     """If all class names are integers, use them as labels; else return the split unchanged.
 
     Raises:
@@ -255,7 +255,9 @@ def _as_numbers(split: InputSplit) -> InputSplit:
     numbers = [int(name) for name in names]
     if len({*numbers}) < len(numbers):
         twice = [name for name in names if numbers.count(int(name)) > 1]
-        raise DataError(f"split {split.name!r}: the classes {listed(twice)} have the same number", code="bad_labels")
+        raise DataError(
+            f"split {split.name!r}: the classes {format_names(twice)} have the same number", code="bad_labels"
+        )
     check_largest(max(numbers), f"split {split.name!r}: a class")
     return replace(split, numbering=Numbering(None, np.array(numbers, np.int64)))
 
@@ -278,7 +280,7 @@ def check_same_classes(splits: Iterable[InputSplit], *, hint: str) -> None:
             first_name: [one for one in first if one not in names],
             name: [one for one in names if one not in first],
         }
-        said = "; ".join(f"only {split!r} has {listed(own)}" for split, own in apart.items() if own)
+        said = "; ".join(f"only {split!r} has {format_names(own)}" for split, own in apart.items() if own)
         raise DataError(
             f"splits {first_name!r} and {name!r} have different classes: {said or 'same names, different order'}",
             code="class_mismatch",
@@ -306,26 +308,26 @@ def columns_of_classes(split: InputSplit) -> list[str]:
     columns: Iterable[str] = getattr(getattr(split.dataset, "table", None), "columns", ())
     if split.is_labeled or split.is_ood or split.numbering is None or "label=" in split.spec:
         return []
-    named = {_folded(name): name for name in columns}
-    found = [named[_folded(name)] for name in split.numbering.classes or () if _folded(name) in named]
+    named = {_fold_name(name): name for name in columns}
+    found = [named[_fold_name(name)] for name in split.numbering.classes or () if _fold_name(name) in named]
     return found if len(found) == len(split.numbering.classes or ()) else []
 
 
 def _numbers_by_name(names: tuple[str, ...], classes: tuple[str, ...]) -> np.ndarray | None:
     """Return the index in `classes` of each name; None if one is missing or two have the same."""
     exact = {name: index for index, name in enumerate(classes)}
-    folded = {_folded(name): index for index, name in enumerate(classes)}
+    folded = {_fold_name(name): index for index, name in enumerate(classes)}
     if len(exact) == len(classes) and all(name in exact for name in names):
         return np.array([exact[name] for name in names], np.int64)
-    if len(folded) == len(classes) and len({_folded(name) for name in names}) == len(names):
-        if all(_folded(name) in folded for name in names):
-            return np.array([folded[_folded(name)] for name in names], np.int64)
+    if len(folded) == len(classes) and len({_fold_name(name) for name in names}) == len(names):
+        if all(_fold_name(name) in folded for name in names):
+            return np.array([folded[_fold_name(name)] for name in names], np.int64)
         if are_numbers(names) and all(int(name) < len(classes) for name in names):
             return np.array([int(name) for name in names], np.int64)
     return None
 
 
-def _folded(name: str) -> str:
+def _fold_name(name: str) -> str:
     return name.strip().casefold()
 
 
@@ -349,7 +351,7 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> ClassFolderF
         DataError: it has no such files, or has some both directly and in class folders.
     """
     if not folder.is_dir():
-        raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
+        raise MissingInput(f"no folder {quote_name(folder, limit=300)}", path=folder)
     with convert_read_errors(folder):
         entries = list(folder.iterdir())
         classes = sorted(entry.name for entry in entries if entry.is_dir() and not _is_hidden(entry.name))
@@ -358,7 +360,7 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> ClassFolderF
         classes.sort(key=lambda name: (int(name), name))
     if classes and all(is_split(name) for name in classes):
         raise DataError(
-            f"{quoted(folder, limit=300)} contains split folders, expected class folders: {listed(classes)}",
+            f"{quote_name(folder, limit=300)} contains split folders, expected class folders: {format_names(classes)}",
             path=folder, hint=f"give one of them, such as {folder / classes[0]}",
         )  # fmt: skip
     if loose and classes:
@@ -396,18 +398,18 @@ def _files_under(folder: Path, class_name: str, suffixes: Collection[str], what:
     found: list[str] = []
     others: list[str] = []
     for parent, folders, names in os.walk(folder / class_name, followlinks=True):
-        folders[:] = [one for one in folders if not _is_hidden(one) and not _leads_back(os.path.join(parent, one))]
+        folders[:] = [one for one in folders if not _is_hidden(one) and not _is_cyclic_link(os.path.join(parent, one))]
         others += [name for name in names if not name.startswith(".")]
         found += [os.path.relpath(os.path.join(parent, name), folder) for name in names if _is_of(name, suffixes)]
     if others and not found:
         raise DataError(
-            f"{quoted(folder / class_name, limit=300)} has files, but no {what}: {listed(others)}",
+            f"{quote_name(folder / class_name, limit=300)} has files, but no {what}: {format_names(others)}",
             path=folder / class_name, hint=f"supported suffixes of {what}: {', '.join(sorted(suffixes))}",
         )  # fmt: skip
     return sorted(found)
 
 
-def _leads_back(folder: str) -> bool:
+def _is_cyclic_link(folder: str) -> bool:
     """Return whether a link points to a folder that contains it."""
     return os.path.islink(folder) and Path(folder).parent.resolve().is_relative_to(Path(folder).resolve())
 

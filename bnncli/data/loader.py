@@ -65,25 +65,27 @@ def read_ahead(
     batches = _Chunks(dataset, chunks, transform, where)
     # Without workers a loader would take longer than a small batch. The loader is created inside the loop, which closes
     # it: a caller holding an exception would keep local variables, and with them the workers, alive.
-    for outcome in _here(batches) if num_workers == 0 else _from_workers(_loader(batches, num_workers), where):
+    for outcome in (
+        _load_in_process(batches) if num_workers == 0 else _load_with_workers(_loader(batches, num_workers), where)
+    ):
         if isinstance(outcome, BnnError):
             raise outcome
         yield outcome
 
 
-def _here(batches: _Chunks) -> Iterator[Chunk | BnnError]:
+def _load_in_process(batches: _Chunks) -> Iterator[Chunk | BnnError]:
     return (batches[index] for index in range(len(batches)))
 
 
 def _loader(batches: _Chunks, num_workers: int) -> torch_data.DataLoader[Any]:
     return torch_data.DataLoader(
-        batches, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker, collate_fn=_as_arrays
+        batches, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker, collate_fn=_convert_to_arrays
     )  # fmt: skip
 
 
-def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[Any]:
+def _load_with_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[Any]:
     """Yield what the loader's workers return, and stop them at the end. Raises DeviceError if one dies."""
-    with _no_alarm():
+    with _disable_child_signal():
         batches = iter(loader)
         try:
             while True:
@@ -94,14 +96,14 @@ def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[An
                 except (RuntimeError, OSError, EOFError) as error:
                     if str(error).startswith("Caught "):  # raised in a worker while reading
                         raise
-                    raise _ended(batches, error, where) from error
-                yield outcome if isinstance(outcome, BnnError) else _over_parts(outcome, _as_tensor)
+                    raise _worker_death_error(batches, error, where) from error
+                yield outcome if isinstance(outcome, BnnError) else _map_parts(outcome, _convert_to_tensor)
         finally:
             batches._shutdown_workers()  # type: ignore[attr-defined]  # torch waits for the collector to do it
 
 
 @contextmanager
-def _no_alarm() -> Iterator[None]:
+def _disable_child_signal() -> Iterator[None]:
     """Disable torch's SIGCHLD handler, which would raise in the main thread, for example inside the network.
 
     A reader learns of a dead worker within seconds anyway.
@@ -122,7 +124,7 @@ def _no_alarm() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, before)
 
 
-def _ended(batches: Any, error: Exception, where: str) -> DeviceError:
+def _worker_death_error(batches: Any, error: Exception, where: str) -> DeviceError:
     """Return the error for a worker that died."""
     if "Too many open files" in str(error):
         hint = "raise the limit with ulimit -n, or use fewer \0num_workers\0"
@@ -157,7 +159,7 @@ class _Chunks(torch_data.Dataset[Any]):
                 raw, found = self.dataset.read(rows)
             images = reduce(ImageCounts.plus, counted, ImageCounts())
             labels = None if found is None else torch.from_numpy(found)
-            items = None if self.transform is None else _for_transform(raw)
+            items = None if self.transform is None else _select_transformable(raw)
             if self.transform is not None and items is not None:
                 where = f"{self.where} rows {rows[0]} to {rows[-1]}"
                 made = apply_transform(self.transform, items, where)
@@ -167,31 +169,31 @@ class _Chunks(torch_data.Dataset[Any]):
         return Chunk(_tensors(raw), labels, isinstance(raw, Mapping), images=images)
 
 
-def _as_arrays(outcome: Any) -> Any:
+def _convert_to_arrays(outcome: Any) -> Any:
     """Convert a chunk's tensors to arrays, which workers send through a pipe; errors pass unchanged.
 
     Tensors would go through /dev/shm. Containers have 64 MiB of it by default, and a worker that finds it full sends
     nothing, so the command would hang.
     """
-    return outcome if isinstance(outcome, BnnError) else _over_parts(outcome, _as_array)
+    return outcome if isinstance(outcome, BnnError) else _map_parts(outcome, _convert_to_array)
 
 
-def _over_parts(chunk: Chunk, change: Callable[[Any], Any]) -> Chunk:
+def _map_parts(chunk: Chunk, change: Callable[[Any], Any]) -> Chunk:
     inputs: Any = chunk.inputs
     inputs = {name: change(part) for name, part in inputs.items()} if isinstance(inputs, dict) else change(inputs)
     return chunk._replace(inputs=inputs, labels=change(chunk.labels))
 
 
-def _as_array(part: Any) -> Any:
+def _convert_to_array(part: Any) -> Any:
     is_plain = isinstance(part, Tensor) and part.dtype != torch.bfloat16  # unsupported by NumPy
     return part.numpy() if is_plain else part
 
 
-def _as_tensor(part: Any) -> Any:
+def _convert_to_tensor(part: Any) -> Any:
     return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 
-def _for_transform(raw: Stored) -> list[Any] | np.ndarray | None:
+def _select_transformable(raw: Stored) -> list[Any] | np.ndarray | None:
     """Return images, texts or sound; None for other arrays, which the network takes unchanged."""
     array = raw.numpy() if isinstance(raw, Tensor) else raw
     is_image = isinstance(array, np.ndarray) and array.dtype == np.uint8

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.system.input_files import is_failure
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Preprocess:
         for option, value in self._of_arrays().items():
             if value is not None:
                 raise UsageError(
-                    f"{option} applies to images, but the inputs are {listed(names)}, which are used unchanged"
+                    f"{option} applies to images, but the inputs are {format_names(names)}, which are used unchanged"
                 )
 
     def apply(self, raw: Tensor, *, is_sized: bool = False) -> Tensor:
@@ -288,9 +288,9 @@ def common_mode(modes: set[str]) -> str:
 def check_mode(image: Image.Image, mode: str, name: str) -> None:
     """Raise DataError if decoding the image to the mode would lose colour or depth."""
     if image.mode.startswith(("I", "F")):
-        raise DataError(f"{quoted(name)} has more than 8 bits per channel ({image.mode}), expected 8")
+        raise DataError(f"{quote_name(name)} has more than 8 bits per channel ({image.mode}), expected 8")
     if mode == "L" and image.mode not in _GREY:
-        raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are greyscale")
+        raise DataError(f"{quote_name(name)} is a colour image ({image.mode}), but the first images are greyscale")
 
 
 def decode_image(image: Image.Image, mode: str, preprocess: Preprocess, name: str) -> Image.Image:
@@ -337,7 +337,7 @@ def resize_and_crop(image: Image.Image, preprocess: Preprocess, name: str) -> np
         try:
             top, left = preprocess.crop_corner(new_height, new_width)
         except DataError as error:
-            raise DataError(f"{quoted(name)}: {error.message}", hint=error.hint) from error
+            raise DataError(f"{quote_name(name)}: {error.message}", hint=error.hint) from error
         image = image.crop((left, top, left + crop, top + crop))
     array = np.array(image)
     return array[:, :, None] if array.ndim == 2 else array
@@ -347,7 +347,7 @@ def check_same_size(array: np.ndarray, first: np.ndarray, name: str, first_name:
     """Raise DataError if two images differ in size."""
     if array.shape != first.shape:
         raise DataError(
-            f"images have different sizes: {quoted(name)} is {_size(array)}, {quoted(first_name)} is {_size(first)}",
+            f"images have different sizes: {quote_name(name)} is {_size(array)}, {quote_name(first_name)} is {_size(first)}",
             hint="use \0resize\0 N \0crop\0 N to make them the same size",
         )
 

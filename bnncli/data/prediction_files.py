@@ -26,11 +26,11 @@ from bnncli.data.tables import (
     check_points,
     convert_labels,
     convert_multi_labels,
+    format_unlabelled_note,
     read_numbers,
-    unlabelled_note,
 )
 from bnncli.errors import DataError, Untrusted, UsageError
-from bnncli.names import by_number, listed, quoted
+from bnncli.names import by_number, format_names, quote_name
 from bnncli.system.input_files import is_failure, open_regular
 
 PROBS, LOGITS, LABEL = "probs", "logits", "label"
@@ -110,9 +110,9 @@ def find_arrays(
     Raises:
         DataError: there is none, or it is ambiguous.
     """
-    holds, name = _named(named)
+    holds, name = _parse_named_predictions(named)
     if name is not None:
-        return PredictionColumns((_known(name, shapes, where),), wanted or holds or _said(name))
+        return PredictionColumns((_check_column_name(name, shapes, where),), wanted or holds or _infer_content(name))
     found = {kind: [one for one in shapes if one.casefold() in names] for kind, names in _NAMES.items()}
     for kind, own in found.items():  # beside a matrix, a vector is a property of the rows
         found[kind] = [one for one in own if len(shapes[one]) == 2] or own
@@ -124,14 +124,14 @@ def find_arrays(
     others = [one for one in found[PROBS] + found[LOGITS] if wanted is None or one in found[wanted]]
     others = others or [one for one, shape in shapes.items() if len(shape) == 2]
     if len(others) == 1:
-        return PredictionColumns((others[0],), wanted or _said(others[0]))
+        return PredictionColumns((others[0],), wanted or _infer_content(others[0]))
     if others:
-        shown = ", ".join(f"{quoted(one)} {shapes[one]}" for one in others[:20])
+        shown = ", ".join(f"{quote_name(one)} {shapes[one]}" for one in others[:20])
         raise DataError(
             f"{where}: several arrays could be the predictions: {shown}", code="several_arrays",
             hint=f"choose one: FILE:{others[0]}",
         )  # fmt: skip
-    shown = ", ".join(f"{quoted(one)} {shape}" for one, shape in list(shapes.items())[:20]) or "none"
+    shown = ", ".join(f"{quote_name(one)} {shape}" for one, shape in list(shapes.items())[:20]) or "none"
     raise DataError(
         f"{where}: found no array (N, C) of probabilities or logits; its floating-point arrays: {shown}", code="no_column",
         hint="name the array: FILE:ARRAY",
@@ -146,35 +146,39 @@ def find_columns(
     Raises:
         DataError: there are none, or they are ambiguous.
     """
-    holds, name = _named(named)
+    holds, name = _parse_named_predictions(named)
     if name is not None:
-        names = _several(name, columns, where)
-        kind, classes = wanted or holds or _said(names[0]), _classes(names)
-        return PredictionColumns(names, kind, classes, is_ordered="+" in name or _sorts_so(classes))
+        names = _expand_names(name, columns, where)
+        kind, classes = wanted or holds or _infer_content(names[0]), _classes(names)
+        return PredictionColumns(names, kind, classes, is_ordered="+" in name or _is_sorted_by_number(classes))
     numbers = [one for one, kind in columns.items() if kind in (REAL, WHOLE)]
     for kind in (wanted,) if wanted else (PROBS, LOGITS):
-        found = _called(columns, numbers, kind)
+        found = _find_columns_by_name(columns, numbers, kind)
         if len(found) > 1:
             raise _several_columns([own[0] for own in found], where)
         if found:
-            chosen = _of_classes(found[0], kind)
-            beside = [_of_classes(own, LOGITS) for own in _called(columns, numbers, LOGITS) if wanted is None]
+            chosen = _choose_class_columns(found[0], kind)
+            beside = [
+                _choose_class_columns(own, LOGITS)
+                for own in _find_columns_by_name(columns, numbers, LOGITS)
+                if wanted is None
+            ]
             if kind == PROBS and [one.classes for one in beside] == [chosen.classes]:
                 chosen = chosen._replace(others=beside[0].names)
             return chosen
     by_number = [one for one in numbers if one.isdecimal()]
     if len(by_number) > 1:
-        return _of_classes(by_number, wanted)
-    shown = ", ".join(f"{quoted(one)} ({kind})" for one, kind in list(columns.items())[:20]) or "none"
+        return _choose_class_columns(by_number, wanted)
+    shown = ", ".join(f"{quote_name(one)} ({kind})" for one, kind in list(columns.items())[:20]) or "none"
     raise DataError(
         f"{where}: found no columns of probabilities or logits (p_NAME, prob_NAME, logit_NAME); its columns: {shown}",
         code="no_column", hint="name the columns: FILE:probs=COL+COL+COL, or FILE:probs='prefix*'",
     )  # fmt: skip
 
 
-def _called(columns: Mapping[str, str], numbers: Sequence[str], kind: str) -> list[list[str]]:
+def _find_columns_by_name(columns: Mapping[str, str], numbers: Sequence[str], kind: str) -> list[list[str]]:
     """Return sets of columns, one per class or one for all, that are named like probabilities or logits."""
-    found = [own for prefix in _PREFIXES[kind] if len(own := [one for one in numbers if _begins(one, prefix)]) > 1]
+    found = [own for prefix in _PREFIXES[kind] if len(own := [one for one in numbers if _has_prefix(one, prefix)]) > 1]
     lists = [one for one in columns if columns[one] == LIST and one.casefold() in _NAMES[kind]]
     return found or [[one] for one in lists or [one for one in numbers if one.casefold() in _NAMES[kind]]]
 
@@ -186,7 +190,7 @@ def prediction_like_columns(columns: Mapping[str, str], kind: str) -> list[str]:
     return [
         name
         for name, holds in columns.items()
-        if holds == kind and (name.casefold() in whole or any(_begins(name, prefix) for prefix in prefixes))
+        if holds == kind and (name.casefold() in whole or any(_has_prefix(name, prefix) for prefix in prefixes))
     ]
 
 
@@ -203,29 +207,29 @@ def find_labels(
     """
     given = named.get(LABEL, named.get("") if is_alone else None)
     if given is not None:
-        return _several(given, names, where)
+        return _expand_names(given, names, where)
     found = [one for one in names if one.casefold() in _OF_LABELS]
     if not found and is_alone and len(names) == 1:
         found = [names[0]]
     if len(found) > 1:
         raise DataError(
-            f"{where}: several columns could be the labels: {listed(found)}", code="several_columns",
+            f"{where}: several columns could be the labels: {format_names(found)}", code="several_columns",
             hint=f"choose one: FILE:label={found[0]}",
         )  # fmt: skip
     if is_alone and not found:
         raise DataError(
-            f"{where}: found no label column; its columns: {listed(names, limit=20)}", code="no_column",
+            f"{where}: found no label column; its columns: {format_names(names, limit=20)}", code="no_column",
             hint="name the column: FILE:COLUMN",
         )  # fmt: skip
     if is_alone and re.fullmatch(r"[+-]?\d+(\.\d+)?", found[0]):
         raise DataError(
-            f"{where}: the name of the label column is a number, {quoted(found[0])} (is the header line missing?)", code="no_column",
+            f"{where}: the name of the label column is a number, {quote_name(found[0])} (is the header line missing?)", code="no_column",
             hint="add a header line: label",
         )  # fmt: skip
     return tuple(found)
 
 
-def _named(named: Mapping[str, str]) -> tuple[str | None, str | None]:
+def _parse_named_predictions(named: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return what the named predictions hold, and their name."""
     for key in (PROBS, LOGITS):
         if key in named:
@@ -233,7 +237,7 @@ def _named(named: Mapping[str, str]) -> tuple[str | None, str | None]:
     return None, named.get("")
 
 
-def _said(name: str) -> str | None:
+def _infer_content(name: str) -> str | None:
     """Infer what a column or array holds from its name."""
     folded = name.casefold()
     if "logit" in folded:
@@ -241,7 +245,7 @@ def _said(name: str) -> str | None:
     return PROBS if "prob" in folded or "softmax" in folded else None
 
 
-def _several(text: str, names: Sequence[str] | Mapping[str, object], where: str) -> tuple[str, ...]:
+def _expand_names(text: str, names: Sequence[str] | Mapping[str, object], where: str) -> tuple[str, ...]:
     """Return a single name, names joined by +, or names that match a pattern with one *."""
     if text in names:
         return (text,)
@@ -252,29 +256,31 @@ def _several(text: str, names: Sequence[str] | Mapping[str, object], where: str)
         )
         if found:
             return found
-    return tuple(_known(one, names, where) for one in text.split("+"))
+    return tuple(_check_column_name(one, names, where) for one in text.split("+"))
 
 
-def _known(name: str, names: Sequence[str] | Mapping[str, object], where: str) -> str:
+def _check_column_name(name: str, names: Sequence[str] | Mapping[str, object], where: str) -> str:
     if name not in names:
-        raise DataError(f"{where} has no column {quoted(name)}; it has {listed(names, limit=20)}", code="no_column")
+        raise DataError(
+            f"{where} has no column {quote_name(name)}; it has {format_names(names, limit=20)}", code="no_column"
+        )
     return name
 
 
-def _begins(name: str, prefix: str) -> bool:
+def _has_prefix(name: str, prefix: str) -> bool:
     return name.casefold().startswith(prefix) and len(name) > len(prefix)
 
 
-def _of_classes(names: Sequence[str], holds: str | None) -> PredictionColumns:
+def _choose_class_columns(names: Sequence[str], holds: str | None) -> PredictionColumns:
     """Choose columns of one class each, sorted numerically if named by numbers."""
     classes = _classes(names) or ()
     if classes and all(one.isdecimal() for one in classes):
         order = sorted(range(len(names)), key=lambda place: int(classes[place]))
         names, classes = [names[place] for place in order], tuple(classes[place] for place in order)
-    return PredictionColumns(tuple(names), holds, classes or None, is_ordered=_sorts_so(classes))
+    return PredictionColumns(tuple(names), holds, classes or None, is_ordered=_is_sorted_by_number(classes))
 
 
-def _sorts_so(classes: Sequence[str] | None) -> bool:
+def _is_sorted_by_number(classes: Sequence[str] | None) -> bool:
     """Return whether names are sorted, ignoring case, with numbers compared as numbers."""
     keys = [by_number(name.casefold()) for name in classes or ()]
     return keys == sorted(keys)
@@ -289,7 +295,7 @@ def _classes(names: Sequence[str]) -> tuple[str, ...] | None:
             prefix
             for prefixes in _PREFIXES.values()
             for prefix in prefixes
-            if all(_begins(one, prefix) for one in names)
+            if all(_has_prefix(one, prefix) for one in names)
         ),
         "",
     )
@@ -298,7 +304,7 @@ def _classes(names: Sequence[str]) -> tuple[str, ...] | None:
 
 def _several_columns(found: Sequence[str], where: str) -> DataError:
     return DataError(
-        f"{where}: several columns could be the predictions: {listed(found)}", code="several_columns",
+        f"{where}: several columns could be the predictions: {format_names(found)}", code="several_columns",
         hint=f"choose one: FILE:probs={found[0]}",
     )  # fmt: skip
 
@@ -355,10 +361,12 @@ def read_given_predictions(place: str, *, wanted: str | None = None, has_labels:
     path, named = split_prediction_place(place)
     magic = read_magic(path)
     if magic.startswith(_NPY_MAGIC):
-        return FilePredictions(path, path.name, _two_axes(_read_npy(path), quoted(path, limit=300)), wanted, None, None)
+        return FilePredictions(
+            path, path.name, _two_axes(_read_npy(path), quote_name(path, limit=300)), wanted, None, None
+        )
     if magic.startswith(_ZIP_MAGIC):
-        return _of_archive(path, named, wanted, has_labels=has_labels)
-    return _of_table(_table(path, magic), named, wanted, has_labels=has_labels)
+        return _read_archive(path, named, wanted, has_labels=has_labels)
+    return _read_table(_table(path, magic), named, wanted, has_labels=has_labels)
 
 
 def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[str, ...] = ()) -> np.ndarray:
@@ -372,16 +380,18 @@ def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[st
         MissingInput, UsageError, DataError, Untrusted: as in read_given, or if there are no labels.
     """
     path, named = split_prediction_place(place)
-    magic, where = read_magic(path), quoted(path, limit=300)
+    magic, where = read_magic(path), quote_name(path, limit=300)
     if magic.startswith(_NPY_MAGIC):
-        labels = _checked(_read_npy(path), classes, where, unordered)
+        labels = _check_label_array(_read_npy(path), classes, where, unordered)
     elif magic.startswith(_ZIP_MAGIC):
         (name,) = _single(find_labels(list(npz_shapes(path)), named, where, is_alone=True), where)
-        labels = _checked(read_npz(path, [name])[name], classes, f"{where}: array {quoted(name)}", unordered)
+        labels = _check_label_array(
+            read_npz(path, [name])[name], classes, f"{where}: array {quote_name(name)}", unordered
+        )
     else:
         table = _table(path, magic)
         names = find_labels(list(table.columns), named, where, is_alone=True)
-        labels = _of_columns(table, names, table.values(names)[1], classes, where, unordered)
+        labels = _read_label_columns(table, names, table.values(names)[1], classes, where, unordered)
     if labels is None:
         raise DataError(f"{where}: no row has a label", code="bad_labels", path=path)
     return labels
@@ -389,16 +399,16 @@ def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[st
 
 def read_texts(path: Path, column: str) -> list[str]:
     """Return the values (N,) of a column or array as texts. Raises as read_given does; DataError if it is missing."""
-    magic, where = read_magic(path), quoted(path, limit=300)
+    magic, where = read_magic(path), quote_name(path, limit=300)
     if magic.startswith(_ZIP_MAGIC):
         if column not in (names := list(npz_shapes(path))):
             raise DataError(
-                f"{where} has no array {quoted(column)}; it has {listed(names, limit=20)}", code="no_column",
+                f"{where} has no array {quote_name(column)}; it has {format_names(names, limit=20)}", code="no_column",
                 hint="name one of these, or a column of another file: FILE:COLUMN", path=path,
             )  # fmt: skip
         array = read_npz(path, [column])[column]
         if array.ndim != 1:
-            raise DataError(f"{where}: array {quoted(column)} has shape {array.shape}, expected (N,)", path=path)
+            raise DataError(f"{where}: array {quote_name(column)} has shape {array.shape}, expected (N,)", path=path)
         return [str(value) for value in array.tolist()]
     table = _table(path, magic)
     (name,) = find_labels(list(table.columns), {LABEL: column}, where)
@@ -410,30 +420,30 @@ def read_magic(path: Path) -> bytes:
     with open_regular(path) as stream:
         found = stream.read(8)
     if not found:
-        raise DataError(f"{quoted(path, limit=300)} is empty", code="truncated", path=path)
+        raise DataError(f"{quote_name(path, limit=300)} is empty", code="truncated", path=path)
     return found
 
 
 def _table(path: Path, magic: bytes) -> NumberTable:
     if magic.startswith(_PARQUET_MAGIC):
-        asked = f"{quoted(path, limit=300)}: a Parquet file"
+        asked = f"{quote_name(path, limit=300)}: a Parquet file"
         return BlockTable(path, [path], ParquetBlocks, "parquet", asked=asked)
     if magic.startswith(UTF16_MARKS):
         raise utf16_error(path)
     if b"\0" in magic and not magic.startswith(_GZIP_MAGIC):
         raise DataError(
-            f"{quoted(path, limit=300)} has an unknown format; expected npz, npy, csv, Parquet or a prediction "
+            f"{quote_name(path, limit=300)} has an unknown format; expected npz, npy, csv, Parquet or a prediction "
                 "file written by bnncli", path=path,
             hint="save the predictions with np.savez(FILE, probs=..., label=...)", code="wrong_kind",
         )  # fmt: skip
     return DelimitedTable(path, delimiter=",")
 
 
-def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
-    shapes, where = npz_shapes(path), quoted(path, limit=300)
+def _read_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
+    shapes, where = npz_shapes(path), quote_name(path, limit=300)
     if named.keys() & {""} and named[""] in shapes and shapes[named[""]][1].kind not in "fiub":
         raise DataError(
-            f"{where}: array {quoted(named[''])} has type {shapes[named['']][1]}, expected numbers", path=path
+            f"{where}: array {quote_name(named[''])} has type {shapes[named['']][1]}, expected numbers", path=path
         )
     if not shapes:
         raise DataError(f"{where} has no arrays; expected an npz file with predictions", path=path)
@@ -442,7 +452,7 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
     absent = next((name for name in is_named if name not in shapes), None)
     if absent is not None:
         raise DataError(
-            f"{where} has no array {quoted(absent)}; it has {listed(list(shapes), limit=20)}",
+            f"{where} has no array {quote_name(absent)}; it has {format_names(list(shapes), limit=20)}",
             code="no_column",
             path=path,
         )
@@ -453,18 +463,20 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
     labels = find_labels(list(shapes), named, where) if has_labels or LABEL in named else ()
     others = [one for one in (_CLASSES, _MUTUAL_INFO) if one in shapes and shapes[one][1].kind in "Uf" and one != name]
     arrays = read_npz(path, [name, *_single(labels, where), *others, *chosen.others])
-    values = _two_axes(arrays[name], f"{where}: array {quoted(name)}")
+    values = _two_axes(arrays[name], f"{where}: array {quote_name(name)}")
     for other in chosen.others:
-        _check_agreement(values, _two_axes(arrays[other], f"{where}: array {quoted(other)}"), (name, other), path)
+        _check_agreement(values, _two_axes(arrays[other], f"{where}: array {quote_name(other)}"), (name, other), path)
     classes = _class_names(arrays.get(_CLASSES), values.shape[1])
-    own = _checked(arrays[labels[0]], classes, f"{where}: array {quoted(labels[0])}") if labels else None
-    note = unlabelled_note(labels) if labels and own is None else ""
-    mutual_info = _as_long(arrays.get(_MUTUAL_INFO), len(values))
+    own = _check_label_array(arrays[labels[0]], classes, f"{where}: array {quote_name(labels[0])}") if labels else None
+    note = format_unlabelled_note(labels) if labels and own is None else ""
+    mutual_info = _select_per_example(arrays.get(_MUTUAL_INFO), len(values))
     return FilePredictions(path, name, values, chosen.holds, classes, own, mutual_info, note=note)
 
 
-def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
-    where = quoted(table.path, limit=300)
+def _read_table(
+    table: NumberTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool
+) -> FilePredictions:
+    where = quote_name(table.path, limit=300)
     if not named.keys() - {LABEL}:
         check_points(table, where)
         check_cells(table, prediction_like_columns(table.columns, TEXT), where)
@@ -487,9 +499,9 @@ def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, 
         )
     unordered = () if chosen.is_ordered else chosen.names
     own = raw[: len(label_names)]
-    labels = _of_columns(table, label_names, own, chosen.classes, where, unordered) if label_names else None
+    labels = _read_label_columns(table, label_names, own, chosen.classes, where, unordered) if label_names else None
     mutual_info = _real(raw[-1]) if further else None
-    note = unlabelled_note(label_names) if label_names and labels is None else ""
+    note = format_unlabelled_note(label_names) if label_names and labels is None else ""
     return FilePredictions(
         table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info, unordered, note
     )
@@ -500,7 +512,7 @@ def _check_not_of_predicted(name: str, names: Collection[str], where: str, path:
     if name == "probability" and _PREDICTED in names:
         is_ours = {"split", "posterior", "variant"} <= {*names}
         raise DataError(
-            f"{where}: expected the probability of every class, but {quoted(name)} next to {quoted(_PREDICTED)} "
+            f"{where}: expected the probability of every class, but {quote_name(name)} next to {quote_name(_PREDICTED)} "
                 "holds only that of the predicted class",
             code="which", path=path,
             hint="write the table with predict \0probabilities\0, or score a prediction file from the run folder" if is_ours
@@ -525,7 +537,7 @@ def _check_agreement(probs: np.ndarray, logits: np.ndarray, names: tuple[str, st
         apart = max(apart, float(np.abs(made - block).max()))
     if apart > _ROUNDING:
         raise DataError(
-            f"{quoted(path, limit=300)}: {quoted(names[0])} and {quoted(names[1])} disagree: probabilities "
+            f"{quote_name(path, limit=300)}: {quote_name(names[0])} and {quote_name(names[1])} disagree: probabilities "
                 f"computed from the logits differ by up to {apart:.3g}",
             code="which", hint=f"choose one: FILE:probs={names[0]} or FILE:logits={names[1]}", path=path,
         )  # fmt: skip
@@ -545,7 +557,7 @@ def _check_one_origin(table: NumberTable, where: str) -> None:
         )  # fmt: skip
 
 
-def _of_columns(
+def _read_label_columns(
     table: NumberTable,
     names: Sequence[str],
     values: Sequence[Sequence[Any]],
@@ -556,15 +568,15 @@ def _of_columns(
     """Return the labels in one column, or multi-label labels in one column each."""
     if len(names) > 1:
         return convert_multi_labels(dict(zip(names, values, strict=True)), where=where).numbers
-    column = f"{where}: column {quoted(names[0])}"
+    column = f"{where}: column {quote_name(names[0])}"
     own = table.class_names.get(names[0])
     if own is not None and classes is not None and {*own} == {*classes}:  # its numbers refer to its own names
         numbers = convert_labels(values[0], own, where=column).numbers
         return None if numbers is None else np.array([classes.index(name) for name in own])[numbers]
-    return _named_labels(values[0], own or classes, column, unordered)
+    return _convert_labels(values[0], own or classes, column, unordered)
 
 
-def _named_labels(
+def _convert_labels(
     values: Sequence[Any], classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
 ) -> np.ndarray | None:
     """Convert texts or numbers to labels: names if all are, else numbers.
@@ -588,7 +600,7 @@ def _named_labels(
         return found.numbers
     if classes is None:
         raise DataError(
-            f"{where}: labels are names, such as {quoted(found.classes[0])}, but the prediction columns do not "
+            f"{where}: labels are names, such as {quote_name(found.classes[0])}, but the prediction columns do not "
                 "say which class they belong to",
             code="bad_labels", hint="save labels as class numbers from 0, or name the columns p_NAME",
         )  # fmt: skip
@@ -599,19 +611,19 @@ def _check_ordered(unordered: tuple[str, ...], where: str) -> None:
     """Raise DataError if labels are numbers and nothing says which prediction column has which number."""
     if unordered:
         raise DataError(
-            f"{where}: labels are numbers, but nothing says which of the columns {listed(unordered, limit=8)} is "
+            f"{where}: labels are numbers, but nothing says which of the columns {format_names(unordered, limit=8)} is "
                 "class 0",
             code="bad_labels", hint="list the columns in class order: "
                 f"FILE:probs={'+'.join(unordered[:8])}{'+...' * (len(unordered) > 8)}",
         )  # fmt: skip
 
 
-def _checked(
+def _check_label_array(
     array: np.ndarray, classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
 ) -> np.ndarray | None:
     """Check the labels of an array; None if all are -1, as for unlabelled examples."""
     if array.dtype.kind in "US" and array.ndim == 1:
-        return _named_labels([str(value) for value in array.astype(str).tolist()], classes, where, unordered)
+        return _convert_labels([str(value) for value in array.astype(str).tolist()], classes, where, unordered)
     if array.dtype.kind in "if" and array.ndim == 1 and len(array) and (array == -1).all():
         return None
     if array.ndim == 1:
@@ -640,27 +652,27 @@ def _class_names(array: np.ndarray | None, num_classes: int) -> tuple[str, ...] 
     return tuple(map(str, array.tolist())) if is_there and array is not None else None
 
 
-def _as_long(array: np.ndarray | None, num_rows: int) -> np.ndarray | None:
+def _select_per_example(array: np.ndarray | None, num_rows: int) -> np.ndarray | None:
     """Return finite numbers (N,) of the examples, or None."""
     return array if array is not None and array.shape == (num_rows,) and np.isfinite(array).all() else None
 
 
 def _real(values: Sequence[Any]) -> np.ndarray | None:
     try:
-        return _as_long(np.array(values, np.float64), len(values))
+        return _select_per_example(np.array(values, np.float64), len(values))
     except (ValueError, TypeError):
         return None
 
 
 def _single(names: tuple[str, ...], where: str) -> tuple[str, ...]:
     if len(names) > 1:
-        raise DataError(f"{where}: expected the labels in a single array; got {', '.join(map(quoted, names))}")
+        raise DataError(f"{where}: expected the labels in a single array; got {', '.join(map(quote_name, names))}")
     return names
 
 
 def _read_npy(path: Path) -> np.ndarray:
     """Read the array of an npy file. Raises DataError, or Untrusted for Python objects."""
-    where = quoted(path, limit=300)
+    where = quote_name(path, limit=300)
     with open_regular(path) as stream:
         try:
             array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)

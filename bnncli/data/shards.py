@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 from bnncli.data import sound
 from bnncli.data.pixels import SUFFIXES
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.names import by_number, listed, quoted
+from bnncli.names import by_number, format_names, quote_name
 from bnncli.system.input_files import is_failure, open_regular
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -55,7 +55,7 @@ def shard_paths(pattern: str) -> list[Path]:
         is_glob = glob.has_magic(text) and not os.path.exists(text)
         matches = sorted(glob.glob(text), key=by_number) if is_glob else [text]
         if not matches:
-            raise MissingInput(f"no file matches {quoted(text, limit=300)}", path=text)
+            raise MissingInput(f"no file matches {quote_name(text, limit=300)}", path=text)
         found += map(Path, matches)
     return found
 
@@ -67,16 +67,16 @@ def _alternatives(pattern: str) -> list[str]:
     pieces = _BRACES.split(pattern)  # text, inside, text, inside, ..., text
     choices, count = [], 1
     for index, piece in enumerate(pieces):
-        choices.append(_inside(piece) if index % 2 else [piece])
+        choices.append(_expand_braces(piece) if index % 2 else [piece])
         count *= len(choices[-1])
         if count > _MOST_SHARDS:
             raise UsageError(
-                f"\0data\0 webdataset: {quoted(pattern, limit=300)} expands to more than {_MOST_SHARDS} files"
+                f"\0data\0 webdataset: {quote_name(pattern, limit=300)} expands to more than {_MOST_SHARDS} files"
             )
     return ["".join(parts) for parts in product(*choices)]
 
 
-def _inside(text: str) -> list[str]:
+def _expand_braces(text: str) -> list[str]:
     """Expand a pair of braces: a range of numbers with the width as written, or texts between commas."""
     match = _RANGE.fullmatch(text)
     if match is None:
@@ -100,14 +100,14 @@ def examples_of(path: Path) -> Iterator[ShardExample]:
     for key, group in groupby(named, key=lambda one: one[0][1]):
         if key in keys:
             raise DataError(
-                f"{quoted(path, limit=300)} has the key {quoted(key)} twice, with other keys in between", path=path, code="bad_keys",
+                f"{quote_name(path, limit=300)} has the key {quote_name(key)} twice, with other keys in between", path=path, code="bad_keys",
                 hint="the files of an example must be adjacent; sort the archive's members by name",
             )  # fmt: skip
         keys.add(key)
         parts: dict[str, Part] = {}
         for match, part in group:
             if parts.setdefault(match[2].lower(), part) is not part:
-                raise DataError(f"{quoted(path, limit=300)} has two files named {quoted(part.name)}", path=path)
+                raise DataError(f"{quote_name(path, limit=300)} has two files named {quote_name(part.name)}", path=path)
         yield ShardExample(key, parts)
 
 
@@ -123,7 +123,7 @@ def _parts(path: Path) -> Iterator[Part]:
                     last = member.name
                     if member.issparse():
                         raise DataError(
-                            f"{quoted(path, limit=300)}: {quoted(last)} is stored as a sparse file; create the "
+                            f"{quote_name(path, limit=300)}: {quote_name(last)} is stored as a sparse file; create the "
                             "archive without sparse files",
                             path=path,
                         )
@@ -133,9 +133,9 @@ def _parts(path: Path) -> Iterator[Part]:
         except (tarfile.TarError, ValueError, EOFError, OSError) as error:
             if is_failure(error):
                 raise
-            where = f" after {quoted(last)}" if last else ""
+            where = f" after {quote_name(last)}" if last else ""
             raise DataError(
-                f"{quoted(path, limit=300)} is not a complete tar file: {error}{where}", path=path, hint="copy or download it again"
+                f"{quote_name(path, limit=300)} is not a complete tar file: {error}{where}", path=path, hint="copy or download it again"
             ) from error  # fmt: skip
 
 
@@ -145,7 +145,9 @@ def _check_plain(stream: IO[bytes], path: Path) -> None:
     stream.seek(0)
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
-            message = f"{quoted(path, limit=300)} is compressed ({name}), which prevents random access to its examples"
+            message = (
+                f"{quote_name(path, limit=300)} is compressed ({name}), which prevents random access to its examples"
+            )
             raise DataError(message, path=path, hint="decompress the archive; the images inside are compressed anyway")
 
 
@@ -195,7 +197,7 @@ class ShardColumn(NamedTuple):
         try:
             return data.decode() if self.field is None else json.loads(data)[self.field]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            what = "is not UTF-8 text" if self.field is None else f"has no field {quoted(self.field)}"
+            what = "is not UTF-8 text" if self.field is None else f"has no field {quote_name(self.field)}"
             raise DataError(f"{where} {what} ({type(error).__name__}: {str(error)[:100]})") from error
 
 
@@ -227,7 +229,7 @@ def input_column(first: ShardExample, named: Mapping[str, str], takes: str | Non
         UsageError: there is no such column, or the input is missing or ambiguous.
     """
     for kind in _OF_KIND.keys() & named.keys():
-        return kind, _named(named[kind], first)
+        return kind, _resolve_column(named[kind], first)
     found = {kind: [name for name in first.parts if name in names] for kind, names in _OF_KIND.items()}
     if takes in _KIND_TAKEN:
         found = {kind: names if kind == _KIND_TAKEN[takes] else [] for kind, names in found.items()}
@@ -238,14 +240,17 @@ def input_column(first: ShardExample, named: Mapping[str, str], takes: str | Non
         kind, _ = every[0]
         return kind, ShardColumn(_OF_KIND[kind])
     what = (
-        f"several could be the input: {listed(name for _, name in every)}" if every else "none of them is a known input"
+        f"several could be the input: {format_names(name for _, name in every)}"
+        if every
+        else "none of them is a known input"
     )
     hint = (
         "name the input: webdataset:PATTERN:image=SUFFIX, text=SUFFIX, x=SUFFIX, audio=SUFFIX, or a JSON field as "
         "text=json.FIELD"
     )
     raise UsageError(
-        f"\0data\0 webdataset: example {quoted(first.key)} has {listed(first.parts, limit=20)}; {what}", hint=hint
+        f"\0data\0 webdataset: example {quote_name(first.key)} has {format_names(first.parts, limit=20)}; {what}",
+        hint=hint,
     )
 
 
@@ -259,17 +264,19 @@ def label_column(first: ShardExample, named: Mapping[str, str], fields: Mapping[
         UsageError: there is no such column, or several fields match.
     """
     if "label" in named:
-        return _named(named["label"], first)
+        return _resolve_column(named["label"], first)
     if "cls" in first.parts:
         return ShardColumn(("cls",))
     found = [field for field in _LABEL_FIELDS if field in fields]
     if len(found) > 1:
-        message = f"\0data\0 webdataset: several fields of {quoted(first.key)} could be the label: {listed(found)}"
+        message = (
+            f"\0data\0 webdataset: several fields of {quote_name(first.key)} could be the label: {format_names(found)}"
+        )
         raise UsageError(message, hint=f"choose one: webdataset:PATTERN:label={_JSON}.{found[0]}")
     return ShardColumn((_JSON,), found[0]) if found else None
 
 
-def _named(name: str, first: ShardExample) -> ShardColumn:
+def _resolve_column(name: str, first: ShardExample) -> ShardColumn:
     """Return the column of a suffix, of several joined by + or ;, or of a field after the suffix json."""
     suffix, dot, field = name.partition(".")
     column = (
@@ -279,6 +286,6 @@ def _named(name: str, first: ShardExample) -> ShardColumn:
     )
     if column.part(first) is None:
         raise UsageError(
-            f"\0data\0 webdataset: example {quoted(first.key)} has no {quoted(name)}; it has {listed(first.parts, limit=20)}"
+            f"\0data\0 webdataset: example {quote_name(first.key)} has no {quote_name(name)}; it has {format_names(first.parts, limit=20)}"
         )
     return column

@@ -69,10 +69,10 @@ class Shift:
         if isinstance(raw, list):
             return [self._of_item(item, int(row), where) for item, row in zip(raw, rows, strict=True)]
         if isinstance(raw, Mapping):
-            raise _no_images(where, f"named inputs ({', '.join(raw)})")
+            raise _not_images_error(where, f"named inputs ({', '.join(raw)})")
         array = np.asarray(raw)
         if array.dtype != np.uint8 or array.ndim not in (3, 4):
-            raise _no_images(where, f"arrays of type {array.dtype} and shape {array.shape[1:]}")
+            raise _not_images_error(where, f"arrays of type {array.dtype} and shape {array.shape[1:]}")
         is_first = array.ndim == 4 and channels_axis(array.shape) == 1
         images = np.moveaxis(array, 1, 3) if is_first else array
         shifted = np.stack([self.apply(image, int(row)) for image, row in zip(images, rows, strict=True)])
@@ -82,9 +82,9 @@ class Shift:
         from PIL import Image  # slow import
 
         if not isinstance(item, Image.Image):
-            raise _no_images(where, "texts" if isinstance(item, (str, tuple)) else "other items")
+            raise _not_images_error(where, "texts" if isinstance(item, (str, tuple)) else "other items")
         if item.mode not in ("L", "RGB"):
-            raise _no_images(where, f"images in mode {item.mode}")
+            raise _not_images_error(where, f"images in mode {item.mode}")
         return Image.fromarray(self.apply(np.asarray(item), row))
 
 
@@ -152,7 +152,7 @@ def _bytes(image: np.ndarray) -> np.ndarray:
     return np.rint(np.clip(image, 0.0, 1.0) * 255).astype(np.uint8)
 
 
-def _no_images(where: str, what: str) -> DataError:
+def _not_images_error(where: str, what: str) -> DataError:
     return DataError(
         f"{where}: \0rotate\0 and \0corrupt\0 apply to uint8 images, got {what}",
         code="wrong_inputs",

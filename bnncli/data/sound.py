@@ -17,7 +17,7 @@ import numpy as np
 
 from bnncli.data.labels import check_labels
 from bnncli.errors import DataError, UsageError
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
 
@@ -49,7 +49,7 @@ def check_decodable(names: Iterable[str]) -> None:
     if find_spec("soundfile") is None:
         for name in names:
             if os.path.splitext(name)[1].lower() in SUFFIXES - _WAV:
-                raise _no_library(f"to decode {quoted(name)}")
+                raise _missing_library_error(f"to decode {quote_name(name)}")
 
 
 def decode_sound(data: bytes, where: str, path: Path | None = None) -> Sound:
@@ -62,14 +62,14 @@ def decode_sound(data: bytes, where: str, path: Path | None = None) -> Sound:
         DataError: it is not sound, is truncated, or has no samples.
         UsageError: the library that decodes it is not installed.
     """
-    found = _of_wav(data, where, path) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
-    return check_sound(*(_by_library(data, where, path) if found is None else found), where, path)
+    found = _read_wav(data, where, path) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
+    return check_sound(*(_read_with_library(data, where, path) if found is None else found), where, path)
 
 
 def read_sound(path: Path) -> Sound:
     """Read the sound of a file; raises as `decoded` and `open_regular` do."""
     with open_regular(path) as stream:
-        return decode_sound(stream.read(), quoted(path, limit=300), path)
+        return decode_sound(stream.read(), quote_name(path, limit=300), path)
 
 
 def check_sound(samples: np.ndarray, rate: int, where: str, path: Path | None = None) -> Sound:
@@ -82,7 +82,7 @@ def check_sound(samples: np.ndarray, rate: int, where: str, path: Path | None = 
         raise DataError(f"{where} has no samples", code="empty_clip", path=path)
     if not 1 <= rate <= _HIGHEST_RATE:
         raise DataError(f"{where}: expected a sampling rate from 1 to {_HIGHEST_RATE:,} Hz, got {rate:,} Hz", path=path)
-    scaled = _scaled(samples).reshape(len(samples), -1)
+    scaled = _scale_samples(samples).reshape(len(samples), -1)
     if not np.isfinite(scaled).all():
         raise DataError(f"{where} has samples that are NaN or infinite", code="not_finite", path=path)
     num_channels = scaled.shape[1]
@@ -116,7 +116,7 @@ def resample(sound: Sound, rate: int) -> np.ndarray:
     return np.asarray(resample_poly(sound.samples, rate // common, sound.rate // common), np.float32)
 
 
-def _scaled(samples: np.ndarray) -> np.ndarray:
+def _scale_samples(samples: np.ndarray) -> np.ndarray:
     if samples.dtype == np.uint8:
         return (samples.astype(np.float32) - 128) / 128
     if samples.dtype.kind == "i":
@@ -124,7 +124,7 @@ def _scaled(samples: np.ndarray) -> np.ndarray:
     return samples.astype(np.float32)
 
 
-def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int] | None:
+def _read_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int] | None:
     """Return samples (T, channels) as stored, and their rate; None if encoded otherwise. Raises DataError."""
     form, place = b"", 12
     while place + 8 <= len(data):
@@ -135,15 +135,15 @@ def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int
             form = data[place + 8 : place + 8 + size]
         place += 8 + size + size % 2
     else:
-        raise _damaged(where, "it ends before its samples", path)
+        raise _damage_error(where, "it ends before its samples", path)
     if len(form) < 16:
-        raise _damaged(where, "its format header is incomplete", path)
+        raise _damage_error(where, "its format header is incomplete", path)
     code, channels, rate, _, width, bits = struct.unpack_from("<HHIIHH", form)
     if code == _EXTENSIBLE and len(form) >= 26:
         (code,) = struct.unpack_from("<H", form, 24)
     there = len(data) - place - 8
     if size > there and size < _NOT_SAID:
-        raise _damaged(where, f"it has {there:,} bytes of samples, expected {size:,}", path)
+        raise _damage_error(where, f"it has {there:,} bytes of samples, expected {size:,}", path)
     if (code, bits) not in (
         (_INTEGERS, 8),
         (_INTEGERS, 16),
@@ -154,7 +154,7 @@ def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int
     ):
         return None
     if channels == 0 or width != channels * bits // 8:
-        raise _damaged(
+        raise _damage_error(
             where, f"its header is inconsistent: {width} bytes per frame for {channels} channels of {bits} bits", path
         )
     raw = np.frombuffer(data, np.uint8, min(size, there) // width * width, place + 8)
@@ -172,27 +172,27 @@ def _numbers(raw: np.ndarray, code: int, bits: int) -> np.ndarray:
     return raw.view(f"<{'f' if code == _REALS else 'i'}{bits // 8}")
 
 
-def _by_library(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int]:
+def _read_with_library(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int]:
     """Return samples (T, channels) and rate of any format of libsndfile. Raises DataError, UsageError."""
     try:
         library: Any = importlib.import_module("soundfile")
     except ImportError:
-        raise _no_library(f"to decode {where}, which is not a plain WAV file") from None
+        raise _missing_library_error(f"to decode {where}, which is not a plain WAV file") from None
     except OSError as error:  # raised by libsndfile itself
-        raise _no_library(f"to decode {where}", f"cannot be imported ({error})") from error
+        raise _missing_library_error(f"to decode {where}", f"cannot be imported ({error})") from error
     try:
         samples, rate = library.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except (library.SoundFileError, ValueError, TypeError) as error:
-        raise _damaged(where, " ".join(str(error).split())[:200], path) from error
+        raise _damage_error(where, " ".join(str(error).split())[:200], path) from error
     return samples, rate
 
 
-def _no_library(purpose: str, why: str = "is not installed") -> UsageError:
+def _missing_library_error(purpose: str, why: str = "is not installed") -> UsageError:
     message = f"soundfile is needed {purpose}, but {why}"
     return UsageError(message, code="missing_library", hint="pip install 'bnncli[audio]', or convert the files to WAV")
 
 
-def _damaged(where: str, why: str, path: Path | None) -> DataError:
+def _damage_error(where: str, why: str, path: Path | None) -> DataError:
     return DataError(f"cannot decode {where}: {why}", path=path)
 
 

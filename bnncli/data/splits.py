@@ -20,7 +20,7 @@ from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.names import near_miss
 from bnncli.numerics.digests import file_sha256, json_sha256, tensor_digest
 from bnncli.numerics.random import permutation
-from bnncli.options.declaration import check_split_name, forms
+from bnncli.options.declaration import check_split_name, list_forms
 from bnncli.progress import SILENT, Progress
 from bnncli.system.input_files import convert_read_errors, open_regular
 
@@ -132,7 +132,7 @@ def recall_or_open(
         return dataset
     if not dataset.is_labeled:  # its other columns may explain why
         return dataset
-    told = _told(dataset, key)
+    told = _collect_facts(dataset, key)
     if _states(files) == states:
         memory.offer(told)
     return CachedDataset(told, lambda: dataset)
@@ -149,7 +149,7 @@ def _key(kind: str, place: str, preprocess: Preprocess, files: Sequence[Path]) -
     return json_sha256([_REVISION, kind, place, takes, digests])
 
 
-def _told(dataset: Dataset, key: str) -> dict[str, np.ndarray]:
+def _collect_facts(dataset: Dataset, key: str) -> dict[str, np.ndarray]:
     identity = dataset.identity(np.zeros(0, np.int64), SILENT) or {}
     found = {f"{_IDENTITY}{name}": np.asarray(array) for name, array in identity.items() if name != "rows"}
     parts = {"labels": dataset.labels, "classes": dataset.classes, "names": dataset.names}
@@ -433,12 +433,12 @@ def parse_split(text: str, *, option: str = "\0data\0") -> tuple[str, str]:
     return check_split_name(name, option), spec
 
 
-def _forms() -> str:
-    *others, last = forms()
+def _format_forms() -> str:
+    *others, last = list_forms()
     return f"{', '.join(others)} or {last}, optionally followed by @N for the first N rows"
 
 
-def _perhaps(place: str) -> str | None:
+def _suggest_spec(place: str) -> str | None:
     """Suggest what was meant if a file's suffix is the name of a kind, or the place is a folder."""
     suffixes = Path(re.split(r"[:@]", place)[0]).suffixes
     kinds = [suffix[1:] for suffix in suffixes if registry.has_name(_FAMILY, suffix[1:])]
@@ -449,7 +449,7 @@ def _perhaps(place: str) -> str | None:
 
 def open_stored(spec: str) -> Dataset:
     """Open the data set of `KIND:PLACE[@N]` with all its rows, as stored. Raises as `load_split` does."""
-    return _opened(spec, Preprocess(), None)[2]
+    return _open_spec(spec, Preprocess(), None)[2]
 
 
 def load_split(
@@ -476,7 +476,7 @@ def load_split(
         Untrusted: reading it would unpickle objects.
     """
     preprocess = preprocess or Preprocess()
-    kind, place, dataset, count = _opened(spec, preprocess, memory)
+    kind, place, dataset, count = _open_spec(spec, preprocess, memory)
     check_fits(dataset, preprocess.transform, spec)
     if count is not None and not 1 <= count <= len(dataset):
         raise DataError(f"{spec}: you asked for {count} rows, but there are only {len(dataset)}", code="too_few_rows")
@@ -487,11 +487,11 @@ def load_split(
     return split
 
 
-def _opened(spec: str, preprocess: Preprocess, memory: Memory | None) -> tuple[str, str, Dataset, int | None]:
+def _open_spec(spec: str, preprocess: Preprocess, memory: Memory | None) -> tuple[str, str, Dataset, int | None]:
     """Return kind, place, data set and the N of @N. Raises as `load_split` does."""
     kind, colon, place = spec.partition(":")
     if not colon or not place or not registry.has_name(_FAMILY, kind):
-        raise UsageError(f"\0data\0: expected {_forms()}; got {spec!r}", hint=_perhaps(place or kind))
+        raise UsageError(f"\0data\0: expected {_format_forms()}; got {spec!r}", hint=_suggest_spec(place or kind))
     module = registry.load_module(_FAMILY, kind)
     match = re.fullmatch(r"(.+)@(\d+)", place)
     count = None

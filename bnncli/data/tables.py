@@ -19,7 +19,7 @@ from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_
 from bnncli.data.sound import Sound, check_decodable, decode_sound
 from bnncli.data.transform import normalise_dtype
 from bnncli.errors import DataError, UsageError
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
@@ -129,13 +129,13 @@ def find_roles(
     numbers = [name for name, holds in columns.items() if holds in (WHOLE, REAL) and _NUMBER.fullmatch(name)]
     if numbers and not labels and named.keys().isdisjoint(("label", "x")):
         raise UsageError(
-            f"\0data\0 {spelled}: {where} has no label column, and a column name is a number: {listed(columns)} "
+            f"\0data\0 {spelled}: {where} has no label column, and a column name is a number: {format_names(columns)} "
             "(is the header line missing?)",
             hint=f"add a header line, or name the label column: {spelled}:FILE:label={numbers[0]} (label= if there is "
             "none)",
         )
     for kind in named.keys() - {"label"}:
-        inputs = _named(named[kind], columns, where)
+        inputs = _resolve_columns(named[kind], columns, where)
         if kind != "x" and len(inputs) > (2 if kind == "text" else 1):
             most = "one column, or two for pairs" if kind == "text" else "one column"
             raise UsageError(f"\0data\0 {spelled}: {kind}= takes {most}; got {named[kind]!r}")
@@ -150,15 +150,15 @@ def find_roles(
 
 def _label_columns(columns: Mapping[str, str], named: Mapping[str, str], where: str, spelled: str) -> tuple[str, ...]:
     if "label" in named:
-        names = _named(named["label"], columns, where) if named["label"] else ()
+        names = _resolve_columns(named["label"], columns, where) if named["label"] else ()
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
-            raise UsageError(f"\0data\0 {spelled}: label= names column {quoted(twice)} twice")
+            raise UsageError(f"\0data\0 {spelled}: label= names column {quote_name(twice)} twice")
         return names
     found = [name for name in columns if name.casefold() in LABEL_NAMES]
     if len(found) > 1:
         raise UsageError(
-            f"\0data\0 {spelled}: several columns of {where} could be the label: {listed(found)}",
+            f"\0data\0 {spelled}: several columns of {where} could be the label: {format_names(found)}",
             hint=f"choose one: {spelled}:FILE:label={found[0]}",
         )
     return tuple(found)
@@ -186,11 +186,11 @@ def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spe
     if len(found) == 1:
         return (found[0],)
     if found:
-        message = f"several columns of {where} could be the {kind}: {listed(found, limit=20)}"
+        message = f"several columns of {where} could be the {kind}: {format_names(found, limit=20)}"
         both = f", or use both as a pair: {kind}={found[0]}+{found[1]}" if kind == "text" else ""
         hint = f"choose one: {spelled}:FILE:{kind}={found[0]}{both}"
     else:
-        every = ", ".join(f"{quoted(name)} ({holds})" for name, holds in list(others.items())[:20]) or "none"
+        every = ", ".join(f"{quote_name(name)} ({holds})" for name, holds in list(others.items())[:20]) or "none"
         message = f"found no {kind} column in {where}; its columns, apart from the label: {every}"
         numbers = [name for name, holds in others.items() if holds in (WHOLE, REAL, LIST)]
         as_numbers = f", or use numbers as inputs: x={'+'.join(numbers[:3])}" if numbers and kind == "text" else ""
@@ -198,13 +198,13 @@ def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spe
     raise UsageError(f"\0data\0 {spelled}: {message}", hint=hint)
 
 
-def _named(text: str, columns: Mapping[str, str], where: str) -> tuple[str, ...]:
+def _resolve_columns(text: str, columns: Mapping[str, str], where: str) -> tuple[str, ...]:
     """Return one column or several joined by +, which belongs to a name if such a column exists."""
     names = (text,) if text in columns else tuple(text.split("+"))
     for name in names:
         if name not in columns:
             raise DataError(
-                f"{where} has no column {quoted(name)}; it has {listed(columns, limit=20)}", code="no_column"
+                f"{where} has no column {quote_name(name)}; it has {format_names(columns, limit=20)}", code="no_column"
             )
     return names
 
@@ -273,10 +273,10 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
             folded = [value.casefold() for value in values]
             if {*folded} <= {*_TRUTHS, "0", "1"} and not {*folded} <= {*_TRUTHS}:
                 row = next(row for row, value in enumerate(folded) if (value in _TRUTHS) != (folded[0] in _TRUTHS))
-                raise _mixed_truths(values, row, where)
-            return _by_name(values, where)
+                raise _mixed_truths_error(values, row, where)
+            return _number_by_name(values, where)
         if names is not None:
-            return Labels(_known(values, names, where), names)
+            return Labels(_number_known_names(values, names, where), names)
         for row, value in enumerate(values):
             if len(value) > _MOST_DIGITS:
                 raise DataError(
@@ -289,7 +289,7 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
         return Labels(np.array(values, np.int64), None)
     if True in are_truths:
         row = next(row for row, value in enumerate(values) if (type(value) is bool) != (type(values[0]) is bool))
-        raise _mixed_truths(values, row, where)
+        raise _mixed_truths_error(values, row, where)
     numbers = _array(values, where)
     # the usual form of published test splits
     if numbers.dtype.kind in "iu" and numbers.ndim == 1 and (numbers == -1).all():
@@ -303,11 +303,9 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
     return Labels(found, names)
 
 
-def unlabelled_note(columns: Sequence[str]) -> str:
+def format_unlabelled_note(columns: Sequence[str]) -> str:
     """Return a note for label columns without any label."""
-    return (
-        f"{listed(columns)} has no label in any row (every value is -1 or empty), so the split is treated as unlabelled"
-    )
+    return f"{format_names(columns)} has no label in any row (every value is -1 or empty), so the split is treated as unlabelled"
 
 
 def convert_multi_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:
@@ -320,27 +318,27 @@ def convert_multi_labels(columns: Mapping[str, Sequence[Any]], *, where: str) ->
     Raises:
         DataError: a value is invalid, or only some labels are unknown.
     """
-    parts = [_there_or_not(values, f"{where}: column {quoted(name)}") for name, values in columns.items()]
+    parts = [_convert_indicators(values, f"{where}: column {quote_name(name)}") for name, values in columns.items()]
     matrix = np.stack(parts, axis=1)
     is_unknown = matrix == _UNKNOWN
     if is_unknown.all():
         return Labels(None, None)
     if is_unknown.any():
         row, column = np.argwhere(is_unknown)[0]
-        name = quoted(list(columns)[column])
+        name = quote_name(list(columns)[column])
         message = f"{where}: row {row} has no value for label {name} (-1, NaN or empty)"
         raise DataError(message, code="bad_labels", hint=IF_UNKNOWN)
     return Labels(matrix.astype(np.uint8), tuple(columns))
 
 
-def _there_or_not(values: Sequence[Any], where: str) -> np.ndarray:
+def _convert_indicators(values: Sequence[Any], where: str) -> np.ndarray:
     """Return for each row 1 or 0 for present or absent, -1 for unknown. Raises DataError for other values."""
     found = np.empty(len(values), np.int8)
     for row, value in enumerate(values):
         number = _ONE_LABEL.get(str(value).strip().casefold())
         if number is None:
             message = (
-                f"{where}: row {row} has {quoted(value)}; expected 0 or 1, false or true, no or yes for each label"
+                f"{where}: row {row} has {quote_name(value)}; expected 0 or 1, false or true, no or yes for each label"
             )
             raise DataError(message, code="bad_labels")
         found[row] = number
@@ -359,33 +357,33 @@ def indicator_matrix(values: Sequence[Sequence[int]], num_classes: int, where: s
     return found
 
 
-def _mixed_truths(values: Sequence[Any], row: int, where: str) -> DataError:
+def _mixed_truths_error(values: Sequence[Any], row: int, where: str) -> DataError:
     """Return the error for labels that mix truth values and numbers."""
     return DataError(
-        f"{where}: expected either integers or booleans, not both; row 0 has {quoted(values[0])}, row {row} has "
-            f"{quoted(values[row])}",
+        f"{where}: expected either integers or booleans, not both; row 0 has {quote_name(values[0])}, row {row} has "
+            f"{quote_name(values[row])}",
         code="bad_labels", hint="write all of them as 0 and 1",
     )  # fmt: skip
 
 
-def _by_name(values: Sequence[str], where: str) -> Labels:
+def _number_by_name(values: Sequence[str], where: str) -> Labels:
     """Number texts as class names in sorted order. Raises DataError if they are real numbers."""
     classes = sorted(set(values))
     if all(_is_real(name) for name in classes):
         if all(float(name).is_integer() for name in classes):
-            message = f"{where}: labels must be integers, counted from 0; row 0 has {quoted(values[0])}"
+            message = f"{where}: labels must be integers, counted from 0; row 0 has {quote_name(values[0])}"
             raise DataError(message, code="bad_labels", hint=f"write {float(values[0]):.0f}, without a decimal point")
         check_labels(np.array([float(value) for value in values]), num_rows=len(values), where=where)
     place = {name: number for number, name in enumerate(classes)}
     return Labels(np.array([place[value] for value in values], np.int64), tuple(classes))
 
 
-def _known(values: Sequence[str], names: tuple[str, ...], where: str) -> np.ndarray:
+def _number_known_names(values: Sequence[str], names: tuple[str, ...], where: str) -> np.ndarray:
     place = {name: number for number, name in enumerate(names)}
     for row, value in enumerate(values):
         if value not in place:
             raise DataError(
-                f"{where}: row {row} has {quoted(value)}, which is not a class of the table", code="bad_labels"
+                f"{where}: row {row} has {quote_name(value)}, which is not a class of the table", code="bad_labels"
             )
     return np.array([place[value] for value in values], np.int64)
 
@@ -589,12 +587,12 @@ class TableDataset:
     def _stored(self, row: int, value: Any, expected: str) -> Iterator[_File]:
         """Open what a value refers to: its bytes if present, else the file at its path."""
         data = value.get("bytes") if isinstance(value, dict) else value
-        where = f"row {row} of {quoted(self.table.path, limit=300)}"
+        where = f"row {row} of {quote_name(self.table.path, limit=300)}"
         if data is None and isinstance(value, dict):
             data = value.get("path")
         if isinstance(data, str):
             with open_regular(self._file(data)) as stream:
-                yield _File(stream, f"{quoted(data)}, {where}", data)
+                yield _File(stream, f"{quote_name(data)}, {where}", data)
         elif isinstance(data, bytes):
             yield _File(io.BytesIO(data), where, f"row {row}", self.table.path)
         else:
@@ -605,9 +603,9 @@ class TableDataset:
         return folder / Path(name).expanduser()
 
     def _odd(self, row: int, column: str, expected: str, value: Any) -> DataError:
-        came = "nothing" if value is None else f"{type(value).__name__} {quoted(value)}"
-        where = quoted(self.table.path, limit=300)
-        return DataError(f"{where}: row {row}, column {quoted(column)}: expected {expected}, got {came}")
+        came = "nothing" if value is None else f"{type(value).__name__} {quote_name(value)}"
+        where = quote_name(self.table.path, limit=300)
+        return DataError(f"{where}: row {row}, column {quote_name(column)}: expected {expected}, got {came}")
 
 
 def table_dataset(
@@ -623,7 +621,7 @@ def table_dataset(
         DataError: a column is missing, labels break a rule, or there are no rows.
         UsageError: the roles of columns are ambiguous.
     """
-    where = quoted(table.path, limit=300)
+    where = quote_name(table.path, limit=300)
     takes = None if preprocess.transform is None else preprocess.transform.takes
     roles = find_roles(table.columns, named, takes=takes, where=where, spelled=spelled)
     has_paths = roles.kind in ("image", "audio") and table.columns[roles.inputs[0]] != FILE
@@ -634,7 +632,7 @@ def table_dataset(
     paths = tuple(str(value) for value in values[-1]) if has_paths else None
     if roles.kind == "audio":
         check_decodable(paths or ())
-    note = unlabelled_note(roles.labels) if roles.labels and labels.numbers is None else ""
+    note = format_unlabelled_note(roles.labels) if roles.labels and labels.numbers is None else ""
     found = TableDataset(table, roles, num_rows, labels.numbers, labels.classes, preprocess, paths, note=note)
     if roles.kind != "image":
         return found
@@ -655,7 +653,7 @@ def _labels(table: StoredTable, roles: Roles, values: list[list[Any]], where: st
         return Labels(None, None)
     if len(roles.labels) == 1:
         (name,) = roles.labels
-        return convert_labels(values[0], table.class_names.get(name), where=f"{where}: column {quoted(name)}")
+        return convert_labels(values[0], table.class_names.get(name), where=f"{where}: column {quote_name(name)}")
     return convert_multi_labels(dict(zip(roles.labels, values, strict=True)), where=where)
 
 
@@ -684,10 +682,10 @@ def read_numbers(table: NumberTable, names: Sequence[str], num_rows: int, where:
         DataError: a cell is not a number, or lists differ in length.
     """
     found = table.numbers(names)
-    return found if found is not None and len(found) == num_rows else _by_rows(table, names, num_rows, where)
+    return found if found is not None and len(found) == num_rows else _collect_rows(table, names, num_rows, where)
 
 
-def _by_rows(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
+def _collect_rows(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
     size = max(1, _BLOCK_VALUES // max(8, len(names)))
     is_list = len(names) == 1 and table.columns[names[0]] == LIST
     found = []
@@ -696,10 +694,12 @@ def _by_rows(table: NumberTable, names: Sequence[str], num_rows: int, where: str
         try:
             block = np.array(columns[0] if is_list else columns, dtype=np.float64)
         except (ValueError, TypeError):
-            raise _odd_number(columns, names, start, where, is_list=is_list) from None
+            raise _invalid_number_error(columns, names, start, where, is_list=is_list) from None
         found.append(block if is_list else block.T)
         if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
-            raise DataError(f"{where}: the lists in column {quoted(names[0])} have different lengths", path=table.path)
+            raise DataError(
+                f"{where}: the lists in column {quote_name(names[0])} have different lengths", path=table.path
+            )
     return np.concatenate(found)
 
 
@@ -713,7 +713,7 @@ def check_cells(table: StoredTable, names: Sequence[str], where: str) -> None:
     first = [(rows[0], place) for place, rows in enumerate(odd.values()) if 0 < 2 * len(rows) <= len(columns[place])]
     if first:
         row, place = min(first)
-        raise _no_number(where, row, names[place], columns[place][row])
+        raise _not_number_error(where, row, names[place], columns[place][row])
 
 
 def check_points(table: StoredTable, where: str) -> None:
@@ -721,10 +721,10 @@ def check_points(table: StoredTable, where: str) -> None:
     for name in [name for name, holds in table.columns.items() if holds == TEXT]:
         column = table.values([name])[1][0]
         if column and _COMMA.fullmatch(str(column[0])):
-            raise _no_number(where, 0, name, column[0])
+            raise _not_number_error(where, 0, name, column[0])
 
 
-def _odd_number(
+def _invalid_number_error(
     columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
 ) -> DataError:
     """Return the error for the first value in a block of columns that is not a number, or a list of another length.
@@ -736,14 +736,14 @@ def _odd_number(
         for place, value in enumerate(column):
             if is_list and isinstance(value, list) and len(value) != len(column[0] or ()):
                 return DataError(
-                    f"{where}: row {start + place}: column {quoted(name)} has {len(value)} numbers, but the "
+                    f"{where}: row {start + place}: column {quote_name(name)} has {len(value)} numbers, but the "
                     f"first row has {len(column[0])}"
                 )
             try:
                 np.float64(value) if not is_list else np.array(value, np.float64)
             except (ValueError, TypeError):
-                return _no_number(where, start + place, name, value)
-    return DataError(f"{where}: column {quoted(names[0])} has values that are not numbers")
+                return _not_number_error(where, start + place, name, value)
+    return DataError(f"{where}: column {quote_name(names[0])} has values that are not numbers")
 
 
 def _is_number_cell(value: Any) -> bool:
@@ -754,10 +754,10 @@ def _is_number_cell(value: Any) -> bool:
     return True
 
 
-def _no_number(where: str, row: int, name: str, value: Any) -> DataError:
-    came = quoted(value) if value not in ("", None) else "nothing"
+def _not_number_error(where: str, row: int, name: str, value: Any) -> DataError:
+    came = quote_name(value) if value not in ("", None) else "nothing"
     hint = f"use a decimal point: {value.replace(',', '.')}" if _COMMA.fullmatch(str(value)) else None
-    return DataError(f"{where}: row {row}, column {quoted(name)}: expected a number, got {came}", hint=hint)
+    return DataError(f"{where}: row {row}, column {quote_name(name)}: expected a number, got {came}", hint=hint)
 
 
 _COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+([eE][-+]?[0-9]+)?\s*")  # a number with a decimal comma

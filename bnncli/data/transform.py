@@ -9,7 +9,7 @@ import numpy as np
 
 from bnncli.data.pixels import SUFFIXES, channels_axis
 from bnncli.errors import DataError, UsageError
-from bnncli.names import quoted
+from bnncli.names import quote_name
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -65,7 +65,7 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
         (first,) = cast("Sequence[object]", dataset.read(np.zeros(1, np.int64))[0])
         if isinstance(first, str) and first.lower().endswith(tuple(SUFFIXES)):
             raise UsageError(
-                f"{spec}: expected images, because the model has no tokenizer; got text, such as {quoted(first)}",
+                f"{spec}: expected images, because the model has no tokenizer; got text, such as {quote_name(first)}",
                 hint="if these are image paths, name their column: image=COLUMN",
             )
     if transform is None and items in _MAKERS:

@@ -38,7 +38,7 @@ class ExportedModel:
     run: Callable[[Inputs], Values]
 
 
-def to_program(module: nn.Module, example: Inputs, *, input_name: str) -> ExportedModel:
+def export_program(module: nn.Module, example: Inputs, *, input_name: str) -> ExportedModel:
     """Export the module with torch.export for any batch size; it runs in torch.
 
     Args:
@@ -48,7 +48,7 @@ def to_program(module: nn.Module, example: Inputs, *, input_name: str) -> Export
     Raises:
         DataError: torch cannot trace the module.
     """
-    program, stream = _exported(module, example, input_name), io.BytesIO()
+    program, stream = _trace_program(module, example, input_name), io.BytesIO()
     torch.export.save(program, stream)
     loaded = torch.export.load(io.BytesIO(stream.getvalue())).module()
 
@@ -60,7 +60,7 @@ def to_program(module: nn.Module, example: Inputs, *, input_name: str) -> Export
     return ExportedModel(stream.getvalue(), "torch", run)
 
 
-def to_onnx(module: nn.Module, example: Inputs, *, input_name: str, threads: int | None = None) -> ExportedModel:
+def export_onnx(module: nn.Module, example: Inputs, *, input_name: str, threads: int | None = None) -> ExportedModel:
     """Export the module to ONNX for any batch size; it runs in onnxruntime.
 
     Args:
@@ -70,18 +70,18 @@ def to_onnx(module: nn.Module, example: Inputs, *, input_name: str, threads: int
     Raises:
         DataError: torch cannot trace the module, ONNX lacks an operator, or the graph is too large.
     """
-    program = _exported(module, example, input_name)
+    program = _trace_program(module, example, input_name)
     input_names = [*example] if isinstance(example, dict) else [input_name]
     with torch.no_grad():
         outputs = module(example)
         names = [name for name in OUTPUTS if name in outputs]
     try:
-        with _quiet():
+        with _ExporterSilence():
             made: Any = torch.onnx.export(
                 program, dynamo=True, optimize=True, verbose=False, input_names=input_names, output_names=names
             )
     except Exception as error:  # the exporter may raise anything on foreign code
-        raise _not_exportable("ONNX", error) from error
+        raise _export_error("ONNX", error) from error
     _name_batch(made.model)
     num_bytes = sum(value.const_value.nbytes for value in made.model.graph.initializers.values())
     if num_bytes > MOST_ONNX_BYTES:
@@ -112,7 +112,7 @@ def _session(
     return run
 
 
-def _exported(module: nn.Module, example: Inputs, input_name: str) -> torch.export.ExportedProgram:
+def _trace_program(module: nn.Module, example: Inputs, input_name: str) -> torch.export.ExportedProgram:
     """Return the program with named inputs and without traces of this machine."""
     batch, length = torch.export.Dim("batch"), torch.export.Dim.DYNAMIC
     keywords = example if isinstance(example, dict) else None
@@ -121,11 +121,11 @@ def _exported(module: nn.Module, example: Inputs, input_name: str) -> torch.expo
     if keywords is not None:
         sizes = {name: {0: batch, 1: length} if has_length(one) else {0: batch} for name, one in keywords.items()}
     try:
-        with torch.no_grad(), _quiet():
-            named = _named(module, input_name, list(keywords or ()))
+        with torch.no_grad(), _ExporterSilence():
+            named = _wrap_named_inputs(module, input_name, list(keywords or ()))
             program = torch.export.export(named.eval(), arguments, keywords, dynamic_shapes=sizes, strict=False)
     except Exception as error:  # foreign code may raise anything
-        raise _not_exportable("torch.export", error) from error
+        raise _export_error("torch.export", error) from error
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             for name in _OF_THE_MACHINE:
@@ -133,7 +133,7 @@ def _exported(module: nn.Module, example: Inputs, input_name: str) -> torch.expo
     return program
 
 
-class _OfFeatures(nn.Module):
+class _FeatureModule(nn.Module):
     """A module whose argument has the name of the file's input."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -145,7 +145,7 @@ class _OfFeatures(nn.Module):
         return outputs
 
 
-class _OfInputs(_OfFeatures):
+class _InputModule(_FeatureModule):
     """A module for a network's inputs whose argument has the name of the file's input."""
 
     def forward(self, inputs: Tensor) -> Values:
@@ -153,7 +153,7 @@ class _OfInputs(_OfFeatures):
         return outputs
 
 
-class _OfNamed(nn.Module):
+class _NamedInputModule(nn.Module):
     """A module for inputs by name. torch.export needs a signature with the names."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -169,11 +169,11 @@ class _OfNamed(nn.Module):
         self.forward = forward
 
 
-def _named(module: nn.Module, input_name: str, names: Sequence[str]) -> nn.Module:
+def _wrap_named_inputs(module: nn.Module, input_name: str, names: Sequence[str]) -> nn.Module:
     """Wrap the module so that its inputs have these names."""
     if names:
-        return _OfNamed(module, names)
-    return _OfFeatures(module) if input_name == FEATURES else _OfInputs(module)
+        return _NamedInputModule(module, names)
+    return _FeatureModule(module) if input_name == FEATURES else _InputModule(module)
 
 
 def has_length(one: Tensor) -> bool:
@@ -199,7 +199,7 @@ def _name_batch(model: Any) -> None:
     model.producer_name, model.producer_version = "bnncli", None
 
 
-def _not_exportable(what: str, error: Exception) -> DataError:
+def _export_error(what: str, error: Exception) -> DataError:
     why = " ".join(str(error).split())[:200]
     return DataError(
         f"{what} cannot export the network: {type(error).__name__}: {why}",
@@ -208,7 +208,7 @@ def _not_exportable(what: str, error: Exception) -> DataError:
     )
 
 
-class _quiet:
+class _ExporterSilence:
     """Silence exporter messages, which users cannot act on."""
 
     def __enter__(self) -> None:

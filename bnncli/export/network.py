@@ -88,7 +88,7 @@ class WholeNetwork(nn.Module):
         return outputs
 
 
-class Halved(nn.Module):
+class HalfPrecisionStorage(nn.Module):
     """A module that stores its numbers as float16 if they fit, and computes in float32."""
 
     def __init__(self, module: nn.Module) -> None:

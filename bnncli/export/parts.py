@@ -37,7 +37,7 @@ from bnncli.system.memory import bytes_text
 MOST_BYTES = 1 << 30  # for the directions of all logits in one file
 
 
-def spread(covariance: Covariance | None, layout: HeadLayout, combination: Tensor) -> tuple[Step, Values]:
+def build_variance_step(covariance: Covariance | None, layout: HeadLayout, combination: Tensor) -> tuple[Step, Values]:
     """Return the step that computes variances (B, J) of combinations (J, K) of the logits, and its tensors.
 
     Args:
@@ -48,11 +48,11 @@ def spread(covariance: Covariance | None, layout: HeadLayout, combination: Tenso
     """
     if covariance is None or isinstance(covariance, Diag):
         variances = torch.zeros(layout.num_params) if covariance is None else covariance.variances
-        weight, bias = _parted(combination.square() @ layout.augment(variances.double()), layout)
+        weight, bias = _split_bias(combination.square() @ layout.augment(variances.double()), layout)
         return independent_weights, {"weight_variance": weight, "bias_variance": bias}
     if isinstance(covariance, Kron):
-        loads = along_basis(covariance).T @ (combination @ covariance.output_basis.double()).square().T
-        return shared_directions, {**turned_features(covariance, layout), "loads": loads}
+        loads = compute_basis_variances(covariance).T @ (combination @ covariance.output_basis.double()).square().T
+        return shared_directions, {**compute_feature_rotation(covariance, layout), "loads": loads}
     size = layout.num_features + layout.has_bias
     num_bytes = 4 * len(combination) * size**2
     if num_bytes > MOST_BYTES:
@@ -67,7 +67,7 @@ def spread(covariance: Covariance | None, layout: HeadLayout, combination: Tenso
     return own_directions, {"directions": rows[:, :-1], "direction_bias": rows[:, -1]}
 
 
-def turned_features(covariance: Kron, layout: HeadLayout) -> Values:
+def compute_feature_rotation(covariance: Kron, layout: HeadLayout) -> Values:
     """Return the eigenvectors of the features' factor (D, F), and the bias's contribution to each (F,)."""
     basis = covariance.feature_basis.double()
     if not layout.has_bias:
@@ -75,7 +75,7 @@ def turned_features(covariance: Kron, layout: HeadLayout) -> Values:
     return {"directions": basis[:-1], "direction_bias": basis[-1] * covariance.bias_unit}
 
 
-def along_basis(covariance: Kron) -> Tensor:
+def compute_basis_variances(covariance: Kron) -> Tensor:
     """Return variances (K, F) in the joint eigenbasis."""
     return covariance.scales.double().square()
 
@@ -85,7 +85,7 @@ def _blocks(covariance: Covariance, layout: HeadLayout, combination: Tensor) -> 
     if isinstance(covariance, Block):
         root = covariance.scale_tril.double()
         return torch.einsum("jk,kab->jab", combination.square(), root @ root.transpose(1, 2))
-    return torch.stack([_squared(_rows(covariance, layout, row)) for row in combination])
+    return torch.stack([_compute_gram(_rows(covariance, layout, row)) for row in combination])
 
 
 def _rows(covariance: Covariance, layout: HeadLayout, row: Tensor) -> Tensor:
@@ -97,18 +97,18 @@ def _rows(covariance: Covariance, layout: HeadLayout, row: Tensor) -> Tensor:
     return covariance.pull_back(layout.flatten(row[None, :, None] * identity[:, None, :]))
 
 
-def _squared(rows: Tensor) -> Tensor:
+def _compute_gram(rows: Tensor) -> Tensor:
     return rows @ rows.T
 
 
-def _parted(augmented: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+def _split_bias(augmented: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
     """Split into weight columns (J, D) and bias column (J,), zero without bias."""
     if layout.has_bias:
         return augmented[:, :-1], augmented[:, -1]
     return augmented, augmented.new_zeros(len(augmented))
 
 
-def thinned(ready: Ready, most: int, generator: torch.Generator) -> Ready:
+def thin_to_budget(ready: Ready, most: int, generator: torch.Generator) -> Ready:
     """Thin the draws to at most `most`: one at random from each of that many stretches of equal length.
 
     A fixed stride could take all draws from one repeat or chain. Weights are rescaled to sum to one. Draws of logits
@@ -126,19 +126,19 @@ def thinned(ready: Ready, most: int, generator: torch.Generator) -> Ready:
     if isinstance(ready, DrawnMc):
         return _thin_draws(ready, chosen)
     if isinstance(ready, DrawnLogitMc):
-        return replace(ready, noise=_taken(ready.noise, chosen), groups=DrawPartition.of([most]))
+        return replace(ready, noise=_take_rows(ready.noise, chosen), groups=DrawPartition.of([most]))
     return ready
 
 
 def _thin_draws(drawn: DrawnMc, chosen: Tensor) -> DrawnMc:
-    changed: dict[str, Any] = {"theta": _taken(drawn.theta, chosen), "groups": DrawPartition.of([len(chosen)])}
+    changed: dict[str, Any] = {"theta": _take_rows(drawn.theta, chosen), "groups": DrawPartition.of([len(chosen)])}
     if drawn.weights is not None:
-        weights = _taken(drawn.weights, chosen)
+        weights = _take_rows(drawn.weights, chosen)
         changed["weights"] = weights / weights.sum()
     return replace(drawn, **changed)
 
 
-def _taken(tensor: Tensor, chosen: Tensor) -> Tensor:
+def _take_rows(tensor: Tensor, chosen: Tensor) -> Tensor:
     return tensor[chosen.to(tensor.device)]
 
 
@@ -163,7 +163,7 @@ class HeadParts:
 
     def module(self, *, dtype: torch.dtype = torch.float32) -> PortableHead:
         """Return the module, with tensors stored as float32, or as float16 if that loses almost nothing."""
-        stored = {name: _stored(tensor, dtype) for name, tensor in self.tensors.items()}
+        stored = {name: _store_tensor(tensor, dtype) for name, tensor in self.tensors.items()}
         return PortableHead(self.steps, stored).eval()
 
     @property
@@ -188,58 +188,60 @@ def head_parts(posterior: Any, integrator: Integrator, ready: Ready) -> HeadPart
     """
     make = MAKERS.get(type(integrator))
     if make is None:
-        raise _refused(f"integrator {type(integrator).__name__}", "mc")
+        raise _refusal_error(f"integrator {type(integrator).__name__}", "mc")
     found = make(posterior, integrator, ready)
     is_exclusive = posterior.layout.likelihood.is_exclusive
     return found.also(steps.entropy if is_exclusive else steps.label_entropy)
 
 
-def _of_point(posterior: Any, integrator: Any, ready: Ready) -> HeadParts:
+def _build_point(posterior: Any, integrator: Any, ready: Ready) -> HeadParts:
     theta = posterior.mean_theta if isinstance(integrator, Mean) else posterior.center
-    tensors = _weights(posterior.layout, theta, _as_they_are(posterior.layout))
+    tensors = _weights(posterior.layout, theta, _build_identity(posterior.layout))
     return HeadParts((steps.certain_logits, _link(posterior.layout)), tensors)
 
 
-def _of_probit(posterior: Any, integrator: Probit, ready: Ready) -> HeadParts:
+def _build_probit(posterior: Any, integrator: Probit, ready: Ready) -> HeadParts:
     layout = posterior.layout
     if layout.likelihood.is_shift_invariant and integrator.projection == "difference":
         return _moments(posterior, _difference()).also(steps.probit).also(steps.two_classes)
     is_projected = layout.likelihood.is_shift_invariant and integrator.projection == "sum-zero"
-    combination = _minus_mean(layout) if is_projected else _as_they_are(layout)
+    combination = _minus_mean(layout) if is_projected else _build_identity(layout)
     return _moments(posterior, combination).also(steps.probit).also(_link(layout))
 
 
-def _of_mean_field(posterior: Any, integrator: MeanField, ready: Ready) -> HeadParts:
+def _build_mean_field(posterior: Any, integrator: MeanField, ready: Ready) -> HeadParts:
     layout, is_projected = posterior.layout, integrator.projection == "sum-zero"
     if not layout.likelihood.is_shift_invariant:
-        return _moments(posterior, _as_they_are(layout)).also(steps.probit).also(_link(layout))
+        return _moments(posterior, _build_identity(layout)).also(steps.probit).also(_link(layout))
     if layout.num_classes == 2 and is_projected:
         return _moments(posterior, _difference()).also(steps.probit).also(steps.two_classes)
     if integrator.order == 2:
-        raise _refused(
+        raise _refusal_error(
             "mean-field of order 2, which needs all covariances of the logits,", "mean-field of order 0 or 1"
         )
-    combination = _minus_mean(layout) if is_projected else _as_they_are(layout)
+    combination = _minus_mean(layout) if is_projected else _build_identity(layout)
     step = steps.mean_field if integrator.order == 0 else steps.mean_field_of_pairs
     return _moments(posterior, combination).also(step).also(steps.softmax)
 
 
-def _of_bridge(posterior: Any, integrator: Bridge, ready: Ready) -> HeadParts:
+def _build_bridge(posterior: Any, integrator: Bridge, ready: Ready) -> HeadParts:
     layout = posterior.layout
     if not layout.likelihood.is_exclusive:
-        raise _refused("bridge with several labels per example", "probit")
+        raise _refusal_error("bridge with several labels per example", "probit")
     if not layout.likelihood.is_shift_invariant:
         combination = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)
     elif integrator.projection == "conditional":
-        raise _refused("bridge with \0projection\0 conditional, which needs all covariances of the logits,", "bridge")
+        raise _refusal_error(
+            "bridge with \0projection\0 conditional, which needs all covariances of the logits,", "bridge"
+        )
     else:
-        combination = _minus_mean(layout) if integrator.projection == "marginal" else _as_they_are(layout)
+        combination = _minus_mean(layout) if integrator.projection == "marginal" else _build_identity(layout)
     found = _moments(posterior, combination)
     found = found.also(steps.shrink) if integrator.normalize else found
     return found.also(steps.bridge).also(steps.dirichlet)
 
 
-def _of_draws(posterior: Any, integrator: Any, ready: Any) -> HeadParts:
+def _build_draws(posterior: Any, integrator: Any, ready: Any) -> HeadParts:
     drawn: DrawnMc = ready.drawn if isinstance(ready, WeightedMc) else ready
     weight, bias = posterior.layout.split(drawn.theta)
     weights = torch.full((len(weight),), 1 / len(weight)) if drawn.weights is None else drawn.weights
@@ -248,50 +250,52 @@ def _of_draws(posterior: Any, integrator: Any, ready: Any) -> HeadParts:
     return HeadParts((steps.drawn_logits, _average(posterior.layout)), tensors)
 
 
-def _of_logit_draws(posterior: Any, integrator: LogitMc, ready: Any) -> HeadParts:
+def _build_logit_draws(posterior: Any, integrator: LogitMc, ready: Any) -> HeadParts:
     points, layout = ready.noise, posterior.layout
     covariance = getattr(posterior, "covariance", None)
     beside = {"points": points, "weights": torch.full((len(points),), 1 / len(points))}
     if isinstance(covariance, Kron):
-        own = {**turned_features(covariance, layout), "loads": along_basis(covariance).T}
-        weights = _weights(layout, posterior.center, _as_they_are(layout))
+        own = {**compute_feature_rotation(covariance, layout), "loads": compute_basis_variances(covariance).T}
+        weights = _weights(layout, posterior.center, _build_identity(layout))
         beside["basis"] = covariance.output_basis.double()
         of_moments = HeadParts((steps.mean_logits, steps.shared_directions), {**weights, **own, **beside})
         return of_moments.also(steps.spread_along_basis).also(_average(layout))
     is_single = layout.likelihood.is_exclusive and not layout.likelihood.is_shift_invariant
     if covariance is not None and not isinstance(covariance, Diag | Block) and not is_single:
-        raise _refused(f"logit-mc with a {covariance.structure} covariance, whose root differs for each input,", "mc")
-    found = _moments(posterior, _as_they_are(layout))
+        raise _refusal_error(
+            f"logit-mc with a {covariance.structure} covariance, whose root differs for each input,", "mc"
+        )
+    found = _moments(posterior, _build_identity(layout))
     return found.also(steps.spread_logits, beside).also(_average(layout))
 
 
-def _of_quadrature(posterior: Any, integrator: Quadrature, ready: Ready) -> HeadParts:
+def _build_quadrature(posterior: Any, integrator: Quadrature, ready: Ready) -> HeadParts:
     layout = posterior.layout
     if integrator.rule == "gauss-hermite":
         points, weights = hermite_nodes(integrator.points)
     else:
         points = torch.linspace(-_WINDOW, _WINDOW, _NODES, dtype=torch.float64)
         weights = torch.softmax(-points.square() / 2, dim=0)
-    combination = _difference() if layout.likelihood.is_shift_invariant else _as_they_are(layout)
+    combination = _difference() if layout.likelihood.is_shift_invariant else _build_identity(layout)
     average = steps.average_two_classes if layout.likelihood.is_exclusive else steps.average_labels
     found = _moments(posterior, combination)
     return found.also(steps.spread_logits, {"points": points[:, None], "weights": weights}).also(average)
 
 
 MAKERS: Mapping[type, Callable[[Any, Any, Any], HeadParts]] = {
-    PlugIn: _of_point,
-    Mean: _of_point,
-    Probit: _of_probit,
-    MeanField: _of_mean_field,
-    Bridge: _of_bridge,
-    Mc: _of_draws,
-    Importance: _of_draws,
-    LogitMc: _of_logit_draws,
-    Quadrature: _of_quadrature,
+    PlugIn: _build_point,
+    Mean: _build_point,
+    Probit: _build_probit,
+    MeanField: _build_mean_field,
+    Bridge: _build_bridge,
+    Mc: _build_draws,
+    Importance: _build_draws,
+    LogitMc: _build_logit_draws,
+    Quadrature: _build_quadrature,
 }
 
 
-def with_ood_score(found: HeadParts, score: str, layout: HeadLayout, center: Tensor) -> HeadParts:
+def add_ood_score(found: HeadParts, score: str, layout: HeadLayout, center: Tensor) -> HeadParts:
     """Add a detector's out-of-distribution score under its name; higher is farther from the training data.
 
     Args:
@@ -314,20 +318,20 @@ def with_ood_score(found: HeadParts, score: str, layout: HeadLayout, center: Ten
             f"\0score\0 {score} needs mutually exclusive classes, but the data are multi-label",
             code="unsupported_export",
         )
-    combination = _as_they_are(layout)
+    combination = _build_identity(layout)
     if not layout.likelihood.is_shift_invariant:
         combination = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)  # balanced logits of two classes
     weights = _weights(layout, center, combination)
     return found.also(step, {"center_weight": weights["weight"], "center_bias": weights["bias"]})
 
 
-def with_combined_score(found: HeadParts, detector: FittedViews) -> HeadParts:
+def add_combined_score(found: HeadParts, detector: FittedViews) -> HeadParts:
     """Add the negated combined score, so that higher is farther from the training data."""
     layout = detector.layout
     if layout is not None and detector.theta is not None:
         is_single = layout.likelihood.is_exclusive and not layout.likelihood.is_shift_invariant
         balanced = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)
-        weights = _weights(layout, detector.theta.cpu(), balanced if is_single else _as_they_are(layout))
+        weights = _weights(layout, detector.theta.cpu(), balanced if is_single else _build_identity(layout))
         step = steps.energy_view if layout.likelihood.is_exclusive else steps.label_energy_view
         found = found.also(step, {"network_weight": weights["weight"], "network_bias": weights["bias"]})
     if detector.gaussians is not None:
@@ -353,7 +357,7 @@ SCORES: Mapping[str, Step] = {
 }
 
 
-def with_sets(
+def add_sets(
     found: HeadParts, thresholds: Tensor, rank_penalty: Tensor | None = None, *, is_filled: bool = False
 ) -> HeadParts:
     """Add the conformal set of each input: the classes whose score is at most a threshold.
@@ -380,7 +384,7 @@ def has_information(found: HeadParts) -> bool:
 def _moments(posterior: Any, combination: Tensor) -> HeadParts:
     """Return the mean and variance of combinations (J, K) of the logits."""
     layout = posterior.layout
-    step, tensors = spread(getattr(posterior, "covariance", None), layout, combination)
+    step, tensors = build_variance_step(getattr(posterior, "covariance", None), layout, combination)
     return HeadParts((steps.mean_logits, step), {**_weights(layout, posterior.center, combination), **tensors})
 
 
@@ -391,12 +395,12 @@ def _weights(layout: HeadLayout, theta: Tensor, combination: Tensor) -> Values:
     return {"weight": combination @ weight, "bias": combination @ bias}
 
 
-def _as_they_are(layout: HeadLayout) -> Tensor:
+def _build_identity(layout: HeadLayout) -> Tensor:
     return torch.eye(layout.num_outputs, dtype=torch.float64)
 
 
 def _minus_mean(layout: HeadLayout) -> Tensor:
-    return _as_they_are(layout) - 1 / layout.num_outputs
+    return _build_identity(layout) - 1 / layout.num_outputs
 
 
 def _difference() -> Tensor:
@@ -417,7 +421,7 @@ def _average(layout: HeadLayout) -> Step:
     return steps.average_softmax if layout.likelihood.is_shift_invariant else steps.average_two_classes
 
 
-def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _store_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to float32, or to float16 if requested and the error is below 1/1000 of the largest number."""
     single = tensor.detach().float().cpu().contiguous().clone()
     if dtype != torch.float16 or single.ndim < 2 or single.numel() < _FEW:  # weights of draws must sum to one
@@ -428,7 +432,7 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return half if is_near else single
 
 
-def _refused(what: str, instead: str) -> UsageError:
+def _refusal_error(what: str, instead: str) -> UsageError:
     return UsageError(
         f"{what} cannot be exported", hint=f"export with \0integrator\0 {instead}", code="unsupported_export"
     )

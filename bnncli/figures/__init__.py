@@ -33,15 +33,15 @@ def render(figure: Figure, form: str, *, title: str | None = None, description: 
     """
     said = {_TITLE: title, _DESCRIPTIONS[form]: description}
     metadata = {**_METADATA[form], **{name: text for name, text in said.items() if text is not None}}
-    return _saved(figure, form, metadata, has_letters=False)
+    return _save_figure(figure, form, metadata, has_letters=False)
 
 
 def svg_with_letters(figure: Figure) -> bytes:
     """Render a figure as SVG with text elements, for a page that has the fonts; files use outlines instead."""
-    return _saved(figure, "svg", _METADATA["svg"], has_letters=True)
+    return _save_figure(figure, "svg", _METADATA["svg"], has_letters=True)
 
 
-def _saved(figure: Figure, form: str, metadata: dict[str, str | None], *, has_letters: bool) -> bytes:
+def _save_figure(figure: Figure, form: str, metadata: dict[str, str | None], *, has_letters: bool) -> bytes:
     import matplotlib
 
     content = io.BytesIO()

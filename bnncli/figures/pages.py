@@ -16,7 +16,7 @@ from functools import cache, singledispatch
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeGuard
 
-from bnncli.figures.style import Cell, Shown, declarations
+from bnncli.figures.style import Cell, FigureContent, declarations
 from bnncli.figures.svg import inline_svg
 from bnncli.names import printable
 
@@ -29,7 +29,7 @@ class Markup(str):
     __slots__ = ()
 
 
-def escaped(text: str) -> Markup:
+def escape_text(text: str) -> Markup:
     """Escape text for HTML, on one line, with control characters and stray bytes written out."""
     return Markup(html.escape(printable(text)))
 
@@ -45,14 +45,14 @@ def element(tag: str, *children: str, **attributes: str | int | float | bool | N
         if value is None or value is False:
             continue
         key = name.rstrip("_").replace("_", "-")
-        words.append(key if value is True else f'{key}="{escaped(str(value))}"')
+        words.append(key if value is True else f'{key}="{escape_text(str(value))}"')
     start = f"<{' '.join(words)}>"
-    return Markup(start) if tag in _VOID else Markup(f"{start}{joined(*children)}</{tag}>")
+    return Markup(start) if tag in _VOID else Markup(f"{start}{join_markup(*children)}</{tag}>")
 
 
-def joined(*parts: str, by: str = "") -> Markup:
+def join_markup(*parts: str, by: str = "") -> Markup:
     """Join the parts, escaping those that are not markup."""
-    return Markup(by.join(part if isinstance(part, Markup) else escaped(part) for part in parts))
+    return Markup(by.join(part if isinstance(part, Markup) else escape_text(part) for part in parts))
 
 
 def paragraph(*parts: str, kind: str | None = None) -> Markup:
@@ -76,7 +76,7 @@ def commands(lines: list[str]) -> Markup:
 
 
 def _words(line: str) -> Markup:
-    return joined(*(element("kbd", word) if word.startswith("-") else word for word in line.split(" ")), by=" ")
+    return join_markup(*(element("kbd", word) if word.startswith("-") else word for word in line.split(" ")), by=" ")
 
 
 def bullets(items: list[Markup]) -> Markup:
@@ -139,7 +139,7 @@ class Gallery:
     examples: Sequence[ShownInput]
 
 
-Block = Markup | Shown | DataTable | Missing | Gallery
+Block = Markup | FigureContent | DataTable | Missing | Gallery
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Section:
     blocks: Sequence[Block] = field(default_factory=list)
 
     @property
-    def figures(self) -> list[Shown]:
+    def figures(self) -> list[FigureContent]:
         """The figures among the blocks."""
         return [block for block in self.blocks if is_figure(block)]
 
 
-def is_figure(block: Block) -> TypeGuard[Shown]:
+def is_figure(block: Block) -> TypeGuard[FigureContent]:
     """Return whether a block is a figure, that is, none of the other kinds."""
     return not isinstance(block, Markup | DataTable | Missing | Gallery)
 
@@ -165,7 +165,7 @@ def is_figure(block: Block) -> TypeGuard[Shown]:
 _STYLE = re.compile(r'(<[^<>]*) style="([^"]*)"')
 
 
-def with_classes(content: Markup) -> tuple[Markup, str]:
+def extract_style_classes(content: Markup) -> tuple[Markup, str]:
     """Replace each style that occurs at least twice by a class; return the content and the CSS of the classes."""
     found = [style for _, style in _STYLE.findall(content)]
     repeated = [style for style in dict.fromkeys(found) if found.count(style) > 1]
@@ -218,18 +218,18 @@ def table_of(table: DataTable) -> Markup:
     caption = _caption(table.caption)
     whole = element("table", caption, element("thead", head), element("tbody", *rows), class_="sortable")
     notes = [paragraph(note, kind="note") for note in table.notes]
-    box = element("div", scrolled(whole, table.caption), *notes, class_="table", id=table.name)
+    box = element("div", wrap_in_scroll_box(whole, table.caption), *notes, class_="table", id=table.name)
     return element("details", element("summary", table.caption), box) if table.is_folded else box
 
 
-def numbers_of(shown: Shown) -> Markup:
+def numbers_of(shown: FigureContent) -> Markup:
     """Render the numbers of a figure as a collapsed table."""
     numbers, title = shown.numbers, shown.title
     head = element("tr", *(element("th", column, scope="col") for column in numbers.columns))
-    rows = [element("tr", *(element("td", _text(cell)) for cell in row)) for row in numbers.rows]
+    rows = [element("tr", *(element("td", _format_cell(cell)) for cell in row)) for row in numbers.rows]
     caption = _caption(f"{title}: the numbers")
     whole = element("table", caption, element("thead", head), element("tbody", *rows))
-    return element("details", element("summary", "Numbers"), scrolled(whole, f"Numbers of {shown.name}"))
+    return element("details", element("summary", "Numbers"), wrap_in_scroll_box(whole, f"Numbers of {shown.name}"))
 
 
 def _cell(cell: TableCell) -> Markup:
@@ -249,12 +249,12 @@ def _caption(text: str) -> Markup:
     return element("caption", element("span", text))
 
 
-def scrolled(content: Markup, label: str) -> Markup:
+def wrap_in_scroll_box(content: Markup, label: str) -> Markup:
     """Wrap content in a box that scrolls horizontally if it is wider than the page."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
-def _text(cell: Cell) -> str:
+def _format_cell(cell: Cell) -> str:
     if cell is None:
         return "–"
     return f"{cell:.{_DIGITS}g}" if isinstance(cell, float) else str(cell)
@@ -310,17 +310,17 @@ def _(block: Missing) -> Markup:
 @block_of.register
 def _(block: Gallery) -> Markup:
     items = [element("li", _example(one)) for one in block.examples]
-    return joined(element("h3", block.title), element("ul", *items, class_="gallery"))
+    return join_markup(element("h3", block.title), element("ul", *items, class_="gallery"))
 
 
-def figure_of(shown: Shown) -> Markup:
+def figure_of(shown: FigureContent) -> Markup:
     """Render a figure with its caption and numbers."""
     caption = element("figcaption", element("strong", shown.title), " ", element("span", shown.description))
     picture = Markup(inline_svg(shown))
     width = re.search(r"max-width: (\d+)px", picture)
     is_wide = width is not None and int(width[1]) > _COLUMN
     if is_wide:
-        picture = scrolled(picture, shown.title)
+        picture = wrap_in_scroll_box(picture, shown.title)
     return element("figure", picture, caption, numbers_of(shown), id=shown.name, class_="wide" if is_wide else None)
 
 
@@ -328,9 +328,9 @@ def _example(one: ShownInput) -> Markup:
     caption = element("span", one.caption, class_="said")
     if one.png is not None:
         source = f"data:image/png;base64,{base64.b64encode(one.png).decode()}"
-        return joined(element("img", src=source, alt=one.alternative), caption)
+        return join_markup(element("img", src=source, alt=one.alternative), caption)
     if one.text is not None:
-        return joined(element("q", one.text), caption)
+        return join_markup(element("q", one.text), caption)
     return caption
 
 
@@ -358,7 +358,7 @@ def page(
     """
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{script_hash()}'; base-uri 'none'; form-action 'none'"
     parts = {section.name: section_of(section) for section in sections} if ready is None else ready
-    main, rules = with_classes(element("main", *(parts[section.name] for section in sections)))
+    main, rules = extract_style_classes(element("main", *(parts[section.name] for section in sections)))
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -378,7 +378,7 @@ def page(
         element("footer", paragraph(made_by)),
         element("script", Markup(script())),
     )
-    text = joined(Markup("<!DOCTYPE html>\n"), element("html", head, body, lang="en"), Markup("\n"))
+    text = join_markup(Markup("<!DOCTYPE html>\n"), element("html", head, body, lang="en"), Markup("\n"))
     return text.encode("utf-8")
 
 
@@ -392,7 +392,7 @@ class FittedPage(NamedTuple):
     left_out: list[Section]
 
 
-def fitted(
+def render_fitting_sections(
     sections: Sequence[Section],
     *,
     importance: Callable[[Section], float],

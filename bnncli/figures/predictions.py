@@ -375,7 +375,7 @@ class Roc:
         return draw_roc(self.curves, self.areas, split=self.split, ood=self.ood, score=self.score, width=PAGE_WIDTH)
 
 
-def merged(curves: Curves, areas: Areas) -> tuple[Curves, Areas]:
+def merge_equal_curves(curves: Curves, areas: Areas) -> tuple[Curves, Areas]:
     """Merge the curves if all posteriors have the same one, as for a feature score."""
     first = next(iter(curves), None)
     if first is None or len(curves) == 1 or any(curve != curves[first] for curve in curves.values()):

@@ -94,7 +94,7 @@ class FigureNumbers(NamedTuple):
     rows: Sequence[Sequence[Cell]]
 
 
-class Shown(Protocol):
+class FigureContent(Protocol):
     """A figure before it is drawn. Its numbers are aggregates; their count does not grow with the number of examples."""
 
     @property
@@ -127,7 +127,7 @@ def own_style() -> Iterator[None]:
         yield
 
 
-def figure_file(shown: Shown, form: str) -> bytes:
+def figure_file(shown: FigureContent, form: str) -> bytes:
     """Return the file of a figure as png, pdf or svg, with its title and description as metadata."""
     with own_style():
         return render(shown.draw(), form, title=shown.title, description=shown.description)

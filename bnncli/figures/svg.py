@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xml.etree import ElementTree as Tree
 
 from bnncli.figures import svg_with_letters
-from bnncli.figures.style import Shown, own_style, variable
+from bnncli.figures.style import FigureContent, own_style, variable
 from bnncli.names import printable
 
 _SCALE = 1.5  # page pixels per figure point, so that letters of figures and page have the same size
@@ -22,13 +22,13 @@ _APART = ":"  # figure names never contain it, so that ids of different figures 
 _DROPPED = ("metadata", "style")
 
 
-def inline_svg(shown: Shown) -> str:
+def inline_svg(shown: FigureContent) -> str:
     """Return the figure as an HTML element; all its ids start with the figure's name."""
     with own_style():
         root = Tree.fromstring(svg_with_letters(shown.draw()))
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
-        element.text, element.tail = _text(element.text), None
+        element.text, element.tail = _read_text(element.text), None
         found = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
         element.attrib.clear()
         element.attrib.update({name: _compact(name, value) for name, value in found.items()})
@@ -36,10 +36,10 @@ def inline_svg(shown: Shown) -> str:
     own = printable(shown.name)
     _name_apart(root, own)
     _flatten(root)
-    return _told(root, shown, own)
+    return _serialise_with_title(root, shown, own)
 
 
-def _told(root: Tree.Element, shown: Shown, own: str) -> str:
+def _serialise_with_title(root: Tree.Element, shown: FigureContent, own: str) -> str:
     """Serialise the element, with title and description for screen readers."""
     width, height = (float(number) for number in root.attrib["viewBox"].split()[2:])
     told = {
@@ -62,7 +62,7 @@ def _told(root: Tree.Element, shown: Shown, own: str) -> str:
     return Tree.tostring(root, encoding="unicode")
 
 
-def _text(text: str | None) -> str | None:
+def _read_text(text: str | None) -> str | None:
     """Return the text of an element; None if it is only white space."""
     return text if text is not None and text.strip() else None
 

@@ -16,7 +16,7 @@ from bnncli.covariances._row_space import WithinRows
 from bnncli.errors import NumericError
 from bnncli.inference.mode import LocalCovariance, Mode, covariance_at, find_suitable_mode
 from bnncli.lazy import torch
-from bnncli.names import with_article
+from bnncli.names import add_article
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors import standard_normal
@@ -116,7 +116,7 @@ def _evidence_beside_the_mode(
     there must match, and half the log determinant must be the same.
     """
     if not target.curvature(covariance.structure).is_exact:
-        one = with_article(covariance.structure)
+        one = add_article(covariance.structure)
         log_joint = float(target.log_joint(theta.unsqueeze(0)))  # a float64 gradient took a third of a network's fit
         return log_joint, None, f"away from the mode it needs the exact Hessian, and {one} Hessian is not exact"
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)

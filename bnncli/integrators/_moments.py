@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bnncli.integrators import HasLayout, check_features, chunk_budget, examples_at_once, slices
 from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
-from bnncli.names import not_one_of
+from bnncli.names import unknown_value_error
 from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.progress import Progress
 
@@ -45,7 +45,7 @@ def example_blocks(features: Tensor, progress: Progress, *, elements: int) -> It
 def check_choice(integrator: str, setting: str, value: object, choices: tuple[object, ...]) -> None:
     """Check that a setting has one of its values. Raises UsageError with the choices otherwise."""
     if value not in choices:
-        raise not_one_of(f"{integrator}, {setting}", value, choices)
+        raise unknown_value_error(f"{integrator}, {setting}", value, choices)
 
 
 MEAN_DRAWS = 256  # for the mean of a posterior without a center, which then errs by a sixteenth of a standard deviation

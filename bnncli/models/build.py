@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli import registry
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
-from bnncli.names import is_averaged, listed, not_one_of, prefixes_of, quoted
+from bnncli.names import format_names, is_averaged, prefixes_of, quote_name, unknown_value_error
 from bnncli.system import user_code
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class FilledState:
         """Notes for the user."""
         found = []
         if self.place.theirs:
-            found.append(f"using the checkpoint's tensors under {quoted(self.place.theirs)} for the network")
+            found.append(f"using the checkpoint's tensors under {quote_name(self.place.theirs)} for the network")
         if self.copies:
             several = [prefix.rstrip(".") for prefix in self.copies]
-            found.append(f"the checkpoint has the same names under {listed(several)} (choose with \0state\0)")
+            found.append(f"the checkpoint has the same names under {format_names(several)} (choose with \0state\0)")
         others = [name for name in self.outside if not name.startswith(self.copies or ("\0",))]
         if others:
             found.append(
-                f"ignoring {len(others)} tensors of the checkpoint that are not part of the network: {listed(others)}"
+                f"ignoring {len(others)} tensors of the checkpoint that are not part of the network: {format_names(others)}"
             )
         return found
 
@@ -80,13 +80,13 @@ def fit_names(state: Mapping[str, Tensor], expected: Collection[str]) -> FilledS
         counts = prefixes_before(state, {name.removeprefix(own) for name in needed})
         full = [prefix for prefix, count in counts.items() if count == len(needed)]
         if full:
-            theirs = _chosen(full)
+            theirs = _choose_prefix(full)
             copies = tuple(sorted(prefix for prefix in full if prefix != theirs)) if theirs else ()
-            return _placed(state, StatePlace(theirs, own), copies)
+            return _rename_state(state, StatePlace(theirs, own), copies)
         near = max(
             [near, *((count / len(needed), StatePlace(prefix, own)) for prefix, count in counts.items())], key=_rank
         )
-    return _placed(state, near[1], ())
+    return _rename_state(state, near[1], ())
 
 
 def describe_name_mapping(state: Mapping[str, Tensor], network: nn.Module) -> list[str]:
@@ -112,14 +112,14 @@ def _rank(near: tuple[float, StatePlace]) -> tuple[float, int]:
     return near[0], -len(near[1].own) - len(near[1].theirs)
 
 
-def _chosen(prefixes: list[str]) -> str:
+def _choose_prefix(prefixes: list[str]) -> str:
     """Choose among several prefixes: the empty one, or the only one that is not an average."""
     raw = [prefix for prefix in prefixes if not is_averaged(prefix)] or prefixes
     if "" in prefixes or len(raw) == 1:
         return "" if "" in prefixes else raw[0]
     names = sorted(prefix.rstrip(".") for prefix in raw)
     raise DataError(
-        f"the checkpoint contains the network's names {len(raw)} times, under {listed(names)}", code="several_states",
+        f"the checkpoint contains the network's names {len(raw)} times, under {format_names(names)}", code="several_states",
         hint=f"choose one: \0state\0 {names[0]}",
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ def _common_prefixes(names: list[str]) -> Iterator[str]:
             yield prefix
 
 
-def _placed(state: Mapping[str, Tensor], place: StatePlace, copies: tuple[str, ...]) -> FilledState:
+def _rename_state(state: Mapping[str, Tensor], place: StatePlace, copies: tuple[str, ...]) -> FilledState:
     """Rename the state within this place to the network's own names."""
     length = len(place.theirs)
     inside = {place.own + name[length:]: tensor for name, tensor in state.items() if name.startswith(place.theirs)}
@@ -186,13 +186,15 @@ def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any]
         return user_code.load_factory(spec, option="\0model\0"), {}
     if not registry.has_name(_FAMILY, spec):
         also = ["package.module:factory", "file.py:factory"]
-        raise not_one_of("\0model\0", spec, registry.names(_FAMILY), also=also)
+        raise unknown_value_error("\0model\0", spec, registry.names(_FAMILY), also=also)
     module = registry.load_module(_FAMILY, spec)
     infer: Callable[[Mapping[str, Tensor]], dict[str, Any]] = getattr(module, "arguments_from", lambda state: {})
-    return module.build, _inferred(infer, state)
+    return module.build, _infer_arguments(infer, state)
 
 
-def _inferred(infer: Callable[[Mapping[str, Tensor]], dict[str, Any]], state: Mapping[str, Tensor]) -> dict[str, Any]:
+def _infer_arguments(
+    infer: Callable[[Mapping[str, Tensor]], dict[str, Any]], state: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Infer arguments from the shapes, below a prefix of the names if that allows more."""
     found = infer(state)
     if not found:
@@ -212,12 +214,12 @@ def recognise_networks(state: Mapping[str, Tensor]) -> list[tuple[str, dict[str,
     found = []
     for name in registry.own_names(_FAMILY):
         module = registry.load_module(_FAMILY, name)
-        arguments = _inferred(getattr(module, "arguments_from", lambda state: {}), state)
+        arguments = _infer_arguments(getattr(module, "arguments_from", lambda state: {}), state)
         if not arguments:
             continue
         with suppress(UsageError, DataError, ValueError, RuntimeError), torch.device("meta"):
             expected = module.build(**arguments).state_dict()
-            theirs = _with_counters(fit_names(state, expected).state, expected)
+            theirs = _add_counters(fit_names(state, expected).state, expected)
             if {key: value.shape for key, value in theirs.items()} == {
                 key: value.shape for key, value in expected.items()
             }:
@@ -235,7 +237,7 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
         DataError: names or shapes do not fit; lists them.
     """
     expected, given = network.state_dict(), state
-    state = _with_counters(fit_names(state, expected).state, expected)
+    state = _add_counters(fit_names(state, expected).state, expected)
     if not state.keys() & expected.keys() and not expected:
         raise DataError(f"the checkpoint has {len(state)} tensors, but the network {spec!r} has none")
     missing = [name for name in expected if name not in state]
@@ -249,21 +251,21 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
     for name, tensor in expected.items():
         if isinstance(tensor, torch.Tensor) and state[name].shape != tensor.shape:
             raise DataError(
-                f"{quoted(name)} has shape {tuple(state[name].shape)} in the checkpoint, {tuple(tensor.shape)} "
+                f"{quote_name(name)} has shape {tuple(state[name].shape)} in the checkpoint, {tuple(tensor.shape)} "
                 f"in the network {spec!r}",
                 hint="pass the network's sizes with \0model_arg\0 NAME=VALUE",
             )
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not state[name].is_floating_point():
             kind = str(state[name].dtype).removeprefix("torch.")
             raise DataError(
-                f"{quoted(name)} is {kind} in the checkpoint, but floating-point in the network {spec!r}", code="quantised",
+                f"{quote_name(name)} is {kind} in the checkpoint, but floating-point in the network {spec!r}", code="quantised",
                 hint="save the network before quantisation",
             )  # fmt: skip
     expected.update(state)  # keeps the modules' version metadata, which some require
     network.load_state_dict(expected, strict=True)
 
 
-def _with_counters(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def _add_counters(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """Add the batch-norm counters that checkpoints from before torch 0.4.1 lack; prediction does not need them."""
     return {**{name: value for name, value in expected.items() if name.endswith(COUNTER)}, **state}
 
@@ -271,9 +273,9 @@ def _with_counters(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> 
 def _mismatch(spec: str, missing: list[str], unexpected: list[str]) -> str:
     parts = [f"the checkpoint does not match the network {spec!r}"]
     if missing:
-        parts.append(f"missing from the checkpoint ({len(missing)}): {listed(missing)}")
+        parts.append(f"missing from the checkpoint ({len(missing)}): {format_names(missing)}")
     if unexpected:
-        parts.append(f"not in the network ({len(unexpected)}): {listed(unexpected)}")
+        parts.append(f"not in the network ({len(unexpected)}): {format_names(unexpected)}")
     return "; ".join(parts)
 
 
@@ -285,5 +287,5 @@ def _rename(
         same_shape = [other for other in unexpected if state[other].shape == getattr(expected[name], "shape", None)]
         nearest = difflib.get_close_matches(name, same_shape, n=1)
         if nearest:
-            return f"{quoted(nearest[0])} in the checkpoint may be {quoted(name)} in the network"
+            return f"{quote_name(nearest[0])} in the checkpoint may be {quote_name(name)} in the network"
     return None

@@ -21,8 +21,8 @@ import numpy as np
 
 from bnncli.errors import DataError, Untrusted, is_short_of_memory
 from bnncli.lazy import torch
-from bnncli.names import listed, quoted
-from bnncli.options.command import pasted
+from bnncli.names import format_names, quote_name
+from bnncli.options.command import format_command_line
 from bnncli.progress import SILENT, Progress
 from bnncli.system.input_files import is_failure
 
@@ -52,7 +52,7 @@ def check_checksums(stream: IO[bytes], progress: Progress = SILENT) -> bool:
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         if is_failure(error):
             raise
-        what = f"zip member {quoted(name)} is damaged" if name else "the zip archive is damaged"
+        what = f"zip member {quote_name(name)} is damaged" if name else "the zip archive is damaged"
         reason = "checksum mismatch" if "CRC" in str(error) else " ".join(str(error).split())[:120]
         raise DataError(f"{what}: {reason}", code="damaged", hint="copy or download it again") from error
     return True
@@ -172,7 +172,7 @@ def check_members(members: list[zipfile.ZipInfo], *, start_dir: int, size: int) 
         elif member.header_offset < end:
             fault = "overlaps another"
         if fault:
-            raise DataError(f"zip member {quoted(name)} {fault}", code="bad_zip")
+            raise DataError(f"zip member {quote_name(name)} {fault}", code="bad_zip")
         seen.add(name)
         end = member.header_offset + _LOCAL_HEADER_SIZE + len(name.encode()) + member.file_size
     if end > start_dir or end > size:
@@ -194,7 +194,7 @@ def describe_wrong_kind(kind: str, members: list[str] | None = None) -> str:
         "tar": "the file is a tar archive (saved before torch 0.4?), which is not supported",
         "zip": "the file is a zip archive without data.pkl, not a torch checkpoint",
     }.get(kind, "the file is neither a torch nor a safetensors checkpoint")
-    return f"{text} (it holds {listed(members)})" if members else text
+    return f"{text} (it holds {format_names(members)})" if members else text
 
 
 HINTS = {
@@ -275,7 +275,7 @@ _MAX_OPCODES = 1_000_000
 
 def trust_hint(source: str = "IN", target: str = "OUT") -> str:
     """Return what to do with a file that would run code."""
-    return f"if you trust this file, run: {pasted('convert', source, target, trust_pickle=True)}"
+    return f"if you trust this file, run: {format_command_line('convert', source, target, trust_pickle=True)}"
 
 
 def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
@@ -291,7 +291,7 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
     """
     _refuse_parts(stream, kind)
     with torch.serialization.safe_globals([(made, name) for name, made in STAND_INS.items()]):
-        if unsafe := _unsafe_globals(stream, kind):
+        if unsafe := _list_unsafe_globals(stream, kind):
             raise needs_trust(unsafe)
         stream.seek(0)
         try:
@@ -341,7 +341,7 @@ def _refuse_parts(stream: IO[bytes], kind: str) -> None:
 def needs_trust(names: list[str]) -> Untrusted:
     """Return the error that lists the functions and classes a pickle needs, and what to do."""
     return Untrusted(
-        f"loading this file would run code: {listed(names, limit=10)}; nothing was run",
+        f"loading this file would run code: {format_names(names, limit=10)}; nothing was run",
         code="needs_code", hint=trust_hint(),
     )  # fmt: skip
 
@@ -366,7 +366,7 @@ def harmful(names: list[str]) -> list[str]:
     return [name for name in names if name not in STAND_INS and not _HARMLESS.fullmatch(name)]
 
 
-def _unsafe_globals(stream: IO[bytes], kind: str) -> list[str]:
+def _list_unsafe_globals(stream: IO[bytes], kind: str) -> list[str]:
     """Return torch's own list for a zip file; for the old format there is none, and the loader itself refuses."""
     if kind != "torch-zip":
         return []

@@ -24,8 +24,15 @@ from bnncli.models.checkpoint_files import (
     sniff_zip,
     trust_hint,
 )
-from bnncli.models.sharded import ShardedCheckpoint, Shards, checkpoint_sha256, sharded_file, sharded_folder, shards_of
-from bnncli.names import is_averaged, listed, prefixes_of, quoted
+from bnncli.models.sharded import (
+    ShardedCheckpoint,
+    Shards,
+    checkpoint_sha256,
+    find_sharded_file,
+    find_sharded_folder,
+    shards_of,
+)
+from bnncli.names import format_names, is_averaged, prefixes_of, quote_name
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
 from bnncli.system.input_files import open_regular
@@ -58,7 +65,7 @@ def dequantise(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str, 
         for suffix, library in _FOREIGN.items():
             if name.endswith(suffix):
                 raise DataError(
-                    f"{quoted(name)}: the weights are quantised ({library}), which is not supported", code="quantised",
+                    f"{quote_name(name)}: the weights are quantised ({library}), which is not supported", code="quantised",
                     hint="save the network before quantisation, or dequantise it with its library and save the result",
                 )  # fmt: skip
     packed = [name.removesuffix(_PACKED) for name in names if name.endswith(_PACKED)]
@@ -71,29 +78,29 @@ def dequantise(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str, 
     for name, value in state.items():  # in the network's order
         layer = name.removesuffix(_PACKED) if isinstance(name, str) else name
         if layer in packed and layer != name:
-            found |= _unpacked(layer, value)
+            found |= _unpack_quantised_linear(layer, value)
         elif name not in gone:
             found[name] = value
     for layer in rows:
-        found[f"{layer}.weight"] = _of_rows(layer, state)
+        found[f"{layer}.weight"] = _dequantise_rows(layer, state)
     note = (
         f"dequantised {len(packed) + len(rows)} int8 layers: the network runs in float32 and does not round activations"
     )
     return found, (note,)
 
 
-def _unpacked(layer: str, value: Any) -> dict[str, Tensor]:
+def _unpack_quantised_linear(layer: str, value: Any) -> dict[str, Tensor]:
     """Return weight and bias of a torch dynamically quantised linear layer."""
     weight, bias = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
     if not isinstance(weight, torch.Tensor) or not weight.is_quantized or weight.ndim != 2:
         raise DataError(
-            f"{quoted(layer)} is packed, but is not a torch linear layer; it is not supported", code="quantised"
+            f"{quote_name(layer)} is packed, but is not a torch linear layer; it is not supported", code="quantised"
         )
     found = {f"{layer}.weight": weight.dequantize()}
     return found | ({f"{layer}.bias": bias} if isinstance(bias, torch.Tensor) else {})
 
 
-def _of_rows(layer: str, state: Mapping[Any, Any]) -> Tensor:
+def _dequantise_rows(layer: str, state: Mapping[Any, Any]) -> Tensor:
     """Return the weight of a bitsandbytes int8 layer, which has row-wise scales."""
     weight, scale, weight_format = (state.get(layer + suffix) for suffix in (".weight", _ROWS, ".weight_format"))
     is_plain = (isinstance(weight_format, torch.Tensor) and not bool(weight_format.any())) or weight_format is None
@@ -105,7 +112,9 @@ def _of_rows(layer: str, state: Mapping[Any, Any]) -> Tensor:
         or scale.numel() != weight.shape[0]
         or not is_plain
     ):
-        raise DataError(f"{quoted(layer + _ROWS)} has no matching int8 weight; it is not supported", code="quantised")
+        raise DataError(
+            f"{quote_name(layer + _ROWS)} has no matching int8 weight; it is not supported", code="quantised"
+        )
     return weight.float() * scale.float().reshape(-1, 1) / _LARGEST
 
 
@@ -145,21 +154,21 @@ def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tenso
         UsageError: there is no state `wanted`.
     """
     if wanted is not None:
-        return _wanted_state(saved, wanted)
+        return _find_state(saved, wanted)
     path = _usual_path(saved)
-    notes = tuple(f"using the averaged weights {quoted(key)}, not the raw ones" for key in path if key in _AVERAGED)
-    state, own_notes = dequantise(_below(saved, path))
-    plain = _checked(state)
+    notes = tuple(f"using the averaged weights {quote_name(key)}, not the raw ones" for key in path if key in _AVERAGED)
+    state, own_notes = dequantise(_follow_path(saved, path))
+    plain = _check_state(state)
     return plain, ".".join(path) or None, (*(notes or _other_weights(saved, ".".join(path), plain)), *own_notes)
 
 
 def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return a note if raw or averaged weights exist for the same names as those chosen under `key`."""
     if _is_lightnings_average(saved, key):
-        return (f"using the averaged weights {quoted(key)}, not the raw ones in {quoted(_LIGHTNINGS_RAW)}",)
-    own = _by_plain_names(state)
+        return (f"using the averaged weights {quote_name(key)}, not the raw ones in {quote_name(_LIGHTNINGS_RAW)}",)
+    own = _strip_parallel_prefix(state)
     for path, other in _dictionaries(saved):
-        name, theirs = ".".join(path), _by_plain_names(other)
+        name, theirs = ".".join(path), _strip_parallel_prefix(other)
         if name != key and is_averaged(name) and own.keys() <= theirs.keys():
             is_same = all(torch.equal(own[one], theirs[one]) for one in own if isinstance(theirs[one], torch.Tensor))
             return (
@@ -168,7 +177,7 @@ def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tenso
     return ()
 
 
-def _by_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+def _strip_parallel_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return tensors by name without the `module.` of data parallel training and averages."""
     return {name.removeprefix("module."): value for name, value in state.items()}
 
@@ -192,13 +201,13 @@ def find_states(saved: Any) -> list[FoundState]:
     for path, state in _dictionaries(saved):
         key = ".".join(path)
         found.append(FoundState(key, len(state), is_averaged(key) or _is_lightnings_average(saved, key)))
-        for prefix in _averaged_copies(state):
+        for prefix in _find_averaged_prefixes(state):
             count = sum(name.startswith(prefix) for name in state)
             found.append(FoundState(".".join((*path, prefix[:-1])), count, True))
     return found
 
 
-def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
+def _find_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
     """Return the state with this name, its dotted key, and notes."""
     states = find_states(saved)
     keys = [wanted]
@@ -214,13 +223,13 @@ def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | Non
             prefix = key[len(own) + bool(own) :] + "."
             if key == own:
                 plain, notes = dequantise(state)
-                return _checked(plain), key or None, notes
+                return _check_state(plain), key or None, notes
             if key.startswith(own) and any(name.startswith(prefix) for name in state):
                 inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
                 plain, notes = dequantise(inside)
-                return _checked(plain), key, notes
-    there = listed([one.key for one in states if one.key], limit=10) or "only one, at the top level"
-    raise UsageError(f"\0state\0: the checkpoint has no state {quoted(wanted)}; it has {there}")
+                return _check_state(plain), key, notes
+    there = format_names([one.key for one in states if one.key], limit=10) or "only one, at the top level"
+    raise UsageError(f"\0state\0: the checkpoint has no state {quote_name(wanted)}; it has {there}")
 
 
 def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
@@ -240,7 +249,7 @@ def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
         yield from _dictionaries(value, (*path, key))
 
 
-def _averaged_copies(state: Mapping[str, Tensor]) -> list[str]:
+def _find_averaged_prefixes(state: Mapping[str, Tensor]) -> list[str]:
     """Return prefixes that mark averages and have the same names as another prefix."""
     near = [prefix for prefix in prefixes_of(state) if 1 <= prefix.count(".") <= _MAX_PREFIX]
     averaged = [prefix for prefix in near if is_averaged(prefix[:-1])]
@@ -262,7 +271,7 @@ def _usual_path(saved: Any) -> tuple[str, ...]:
     path: tuple[str, ...] = ()
     for _ in range(_MAX_DEPTH):
         if not isinstance(saved, Mapping):
-            where = f" under {quoted('.'.join(path))}" if path else ""
+            where = f" under {quote_name('.'.join(path))}" if path else ""
             raise DataError(
                 f"expected a dictionary of tensors{where}, got {type(saved).__name__}", code="no_state_dict"
             )
@@ -271,12 +280,12 @@ def _usual_path(saved: Any) -> tuple[str, ...]:
             return path
         path, saved = (*path, key), saved[key]
     raise DataError(
-        f"no state dict within {_MAX_DEPTH} nested dictionaries ({quoted('.'.join(path))})",
+        f"no state dict within {_MAX_DEPTH} nested dictionaries ({quote_name('.'.join(path))})",
         code="no_state_dict",
     )
 
 
-def _below(saved: Any, path: tuple[str, ...]) -> Any:
+def _follow_path(saved: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         saved = saved[key]
     return saved
@@ -328,22 +337,22 @@ def _next_key(saved: Mapping[Any, Any]) -> str | None:
     hint = f"expected tensors, or a dictionary of tensors under one of {', '.join(KEYS)}"
     if states:
         hint = "choose one: " + ", ".join(f"\0state\0 {one.key}" for one in states[:_MAX_CHOICES])
-    raise DataError(f"no state dict found: the file holds {listed(saved)}", code="no_state_dict", hint=hint)
+    raise DataError(f"no state dict found: the file holds {format_names(saved)}", code="no_state_dict", hint=hint)
 
 
-def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
+def _check_state(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Check that all names are text and all values ordinary tensors; skip extra state."""
     state = {}
     for name, value in saved.items():
         if not isinstance(name, str):
-            raise DataError(f"expected tensor names, got the key {quoted(name)}", code="no_state_dict")
+            raise DataError(f"expected tensor names, got the key {quote_name(name)}", code="no_state_dict")
         if name.endswith("_extra_state"):
             continue
         if not isinstance(value, torch.Tensor):
-            raise DataError(f"{quoted(name)} is {type(value).__name__}, expected a tensor", code="no_state_dict")
+            raise DataError(f"{quote_name(name)} is {type(value).__name__}, expected a tensor", code="no_state_dict")
         if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
             raise DataError(
-                f"{quoted(name)} is a sparse, nested, quantized or meta tensor, expected a dense one",
+                f"{quote_name(name)} is a sparse, nested, quantized or meta tensor, expected a dense one",
                 code="odd_tensor",
                 hint=_QUANTISED if value.is_quantized else None,
             )
@@ -425,7 +434,7 @@ def load_whole(path: Path | str, *, wanted: str | None = None, progress: Progres
         _check_whole(path)
     parts = [_read_file(file, progress) for file in ([path] if shards is None else shards.files)]
     try:
-        saved = parts[0].saved if shards is None else _joined(shards, parts)
+        saved = parts[0].saved if shards is None else _join_shards(shards, parts)
         state, selected_key, notes = select_state(saved, wanted)
         state, stripped, name_notes = clean_names(state)
         size = sum(part.size for part in parts)
@@ -444,13 +453,13 @@ def load_whole(path: Path | str, *, wanted: str | None = None, progress: Progres
         )
         return checkpoint, saved
     except (DataError, Untrusted) as error:
-        raise _about(error, path) from error.__cause__
+        raise _add_path(error, path) from error.__cause__
 
 
 def _check_whole(path: Path) -> None:
     """Raise DataError, with what to give instead, if a file is part of a checkpoint in several files."""
-    if (sharded := sharded_file(path)) is not None and path.is_file():
-        raise DataError(f"{quoted(path, limit=300)}: {sharded.what}", code="sharded", hint=sharded.hint, path=path)
+    if (sharded := find_sharded_file(path)) is not None and path.is_file():
+        raise DataError(f"{quote_name(path, limit=300)}: {sharded.what}", code="sharded", hint=sharded.hint, path=path)
 
 
 class _Part(NamedTuple):
@@ -472,10 +481,10 @@ def _read_file(path: Path, progress: Progress) -> _Part:
             saved = _load_safetensors(stream) if kind == "safetensors" else load_tensors(stream, kind=kind)
             return _Part(saved, kind, notes, file_sha256(stream, progress), stream.seek(0, 2))
         except (DataError, Untrusted) as error:
-            raise _about(error, path) from error.__cause__
+            raise _add_path(error, path) from error.__cause__
 
 
-def _joined(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
+def _join_shards(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
     """Return the tensors of all shards; each must occur once, in the file that the index states.
 
     Raises:
@@ -485,11 +494,12 @@ def _joined(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
     places: dict[str, str] = {}
     for file, part in zip(shards.files, parts, strict=True):
         if not isinstance(part.saved, Mapping):
-            raise DataError(f"{quoted(file.name)} does not hold a dictionary of tensors", code="no_state_dict")
+            raise DataError(f"{quote_name(file.name)} does not hold a dictionary of tensors", code="no_state_dict")
         if twice := part.saved.keys() & found.keys():
             name = min(twice, key=str)
             raise DataError(
-                f"{quoted(name)} is in both {quoted(places[name])} and {quoted(file.name)}", code="duplicate_key"
+                f"{quote_name(name)} is in both {quote_name(places[name])} and {quote_name(file.name)}",
+                code="duplicate_key",
             )
         found |= part.saved
         places |= dict.fromkeys(part.saved, file.name)
@@ -501,8 +511,8 @@ def _joined(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
     if wrong:
         there, said = (where.get(wrong[0], "no file") for where in (places, shards.weight_map))
         raise DataError(
-            f"the index does not match the shards: {quoted(wrong[0])} is in {quoted(there)}, but the index says "
-                f"{quoted(said)}",
+            f"the index does not match the shards: {quote_name(wrong[0])} is in {quote_name(there)}, but the index says "
+                f"{quote_name(said)}",
             code="bad_index", hint="copy or download all files again",
         )  # fmt: skip
     return found
@@ -526,8 +536,8 @@ def convert_checkpoint(
         As load_checkpoint does; with trust_pickle, DataError if the pickle cannot be loaded.
     """
     path = Path(path)
-    if path.is_dir() and (sharded := sharded_folder(path)) is not None:
-        return _distributed(sharded, wanted, say)
+    if path.is_dir() and (sharded := find_sharded_folder(path)) is not None:
+        return _load_distributed(sharded, wanted, say)
     if not trust_pickle or path.is_dir() or shards_of(path) is not None:
         checkpoint = load_checkpoint(path, wanted=wanted)
         for note in checkpoint.notes:
@@ -546,11 +556,13 @@ def convert_checkpoint(
             check_sizes(state, stream.seek(0, 2))
             check_finite(state)
         except (DataError, Untrusted) as error:
-            raise _about(error, path) from error.__cause__
+            raise _add_path(error, path) from error.__cause__
     return state
 
 
-def _distributed(sharded: ShardedCheckpoint, wanted: str | None, say: Callable[[str], object]) -> dict[str, Tensor]:
+def _load_distributed(
+    sharded: ShardedCheckpoint, wanted: str | None, say: Callable[[str], object]
+) -> dict[str, Tensor]:
     """Return the tensors of a distributed checkpoint."""
     from bnncli.models.sharded import read_deepspeed, read_distributed
 
@@ -578,7 +590,7 @@ def check_finite(state: Mapping[str, Tensor]) -> None:
     if bad:
         name, count = next(iter(bad.items()))
         raise DataError(
-            f"weights are not finite: {quoted(name)} has {count} NaN or infinite values, and {len(bad) - 1} "
+            f"weights are not finite: {quote_name(name)} has {count} NaN or infinite values, and {len(bad) - 1} "
                 "other tensors are affected",
             code="not_finite", hint="the training run probably diverged: use an earlier checkpoint",
         )  # fmt: skip
@@ -622,7 +634,7 @@ def _check_content(stream: IO[bytes], kind: str, progress: Progress) -> tuple[st
 
 def _raw_pickle(stream: IO[bytes]) -> str:
     names = list_globals(stream, "pickle")
-    asks = f"; it refers to {listed(names, limit=10)}" if names else ""
+    asks = f"; it refers to {format_names(names, limit=10)}" if names else ""
     return f"the file is a raw pickle, not a torch checkpoint; bnncli does not load it directly{asks}"
 
 
@@ -641,7 +653,7 @@ def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
             f"the safetensors header is {length} bytes long, but the file has only {len(data)}", code="truncated"
         )
     try:
-        header = json.loads(data[8 : 8 + length], object_pairs_hook=_unique)
+        header = json.loads(data[8 : 8 + length], object_pairs_hook=_reject_duplicate_keys)
         stored = safetensors.torch.load(data)  # refuses headers of other types
         shared = header.get("__metadata__") or {}
         return stored | {name: stored[kept] for name, kept in shared.items() if name not in stored and kept in stored}
@@ -650,19 +662,19 @@ def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
         raise DataError(f"the safetensors file is truncated or damaged: {text}", code="truncated") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object without duplicate keys; the library would keep the last one."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"the safetensors header has {quoted(twice)} twice", code="duplicate_key")
+        raise DataError(f"the safetensors header has {quote_name(twice)} twice", code="duplicate_key")
     return found
 
 
-def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
+def _add_path(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
     """Return the same error with the name of the file."""
-    message = f"{quoted(path, limit=300)}: {error.message}"
+    message = f"{quote_name(path, limit=300)}: {error.message}"
     is_pickle = error.code == "needs_code"
     suffix = ".npz" if "'sklearn." in error.message else ".safetensors"  # the arrays of a linear classifier
     hint = trust_hint(str(path), str(path.with_suffix(suffix))) if is_pickle else error.hint

@@ -28,7 +28,7 @@ from bnncli.models.head import (
     prove_head,
     run_network,
 )
-from bnncli.names import percent, quoted
+from bnncli.names import percent, quote_name
 from bnncli.options.shared import IDENTITY
 from bnncli.progress import SILENT, Progress
 from bnncli.system.memory import budget
@@ -109,7 +109,10 @@ class FeatureComputation:
     def _at_once(self, inputs: Inputs, count: int) -> int:
         """Return how many examples of this shape fit into memory."""
         room = _CPU_BYTES if self.device.type == "cpu" else budget(self.device) // _SHARE
-        if count <= _FEW or count * sum(one[0].numel() * _much_of(one) for one in _tensors(inputs)) <= room:
+        if (
+            count <= _FEW
+            or count * sum(one[0].numel() * _estimate_activation_bytes(one) for one in _tensors(inputs)) <= room
+        ):
             return count
         shapes = tuple(one.shape[1:] for one in _tensors(inputs))
         if shapes not in self._bytes:
@@ -126,7 +129,7 @@ class FeatureComputation:
             return 0
 
 
-def _much_of(values: Tensor) -> int:
+def _estimate_activation_bytes(values: Tensor) -> int:
     """Return bytes of activations per input value that a network rarely exceeds: for pixels, or for tokens."""
     return 64 if values.is_floating_point() else 2**15
 
@@ -173,7 +176,7 @@ def padding_effect(read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inpu
         return float((features[row].double() - found).abs().max() / scale)
 
 
-def padding_warning(split: str, effect: float | None) -> str | None:
+def describe_padding_effect(split: str, effect: float | None) -> str | None:
     """Return a warning for a `padding_effect`; None if it is rounding, or nothing was padded."""
     if effect is None or effect <= MUCH:
         return None
@@ -282,12 +285,14 @@ class InputSums(NamedTuple):
             shares = {"zeros": _ZERO, "negative": _NEGATIVE}
             found |= {
                 "shape": self.shape.tolist(),
-                "min": _short(float(self.table[_MIN].min())),
-                "max": _short(float(self.table[_MAX].max())),
-                "mean": [_short(value) for value in mean.tolist()],
-                "std": [_short(value) for value in variance.sqrt().tolist()],
-                "mean_absolute": _short(float(self.table[_ABSOLUTE].sum()) / total),
-                **{name: _short(float(self.table[place].sum()) / total) for name, place in shares.items()},
+                "min": _round_to_six_digits(float(self.table[_MIN].min())),
+                "max": _round_to_six_digits(float(self.table[_MAX].max())),
+                "mean": [_round_to_six_digits(value) for value in mean.tolist()],
+                "std": [_round_to_six_digits(value) for value in variance.sqrt().tolist()],
+                "mean_absolute": _round_to_six_digits(float(self.table[_ABSOLUTE].sum()) / total),
+                **{
+                    name: _round_to_six_digits(float(self.table[place].sum()) / total) for name, place in shares.items()
+                },
             }
         if self.tokens.shape[1]:
             ids, counts = self.tokens
@@ -315,7 +320,7 @@ def _table(inputs: Tensor) -> Tensor:
     return torch.stack([one.double() for one in found]).cpu()
 
 
-def _short(value: float) -> float:
+def _round_to_six_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
@@ -342,7 +347,7 @@ def check_repeats(model: nn.Module, read: Read, batch: Batch, features: Tensor) 
         DataError: they differ by more than rounding; names the module if it can be found.
     """
     rows = _some_rows(batch, len(features))
-    few = _repeated_rows(batch, rows)
+    few = _repeat_rows(batch, rows)
     first, second = (read_unpadded(read, few.inputs, few.lengths)[0] for _ in range(2))
     with torch.inference_mode():
         change = _difference(first, second)
@@ -396,7 +401,7 @@ def _some_rows(batch: Batch, count: int) -> list[int]:
     return [among[place * len(among) // num] for place in range(num)]
 
 
-def _repeated_rows(batch: Batch, rows: list[int]) -> Batch:
+def _repeat_rows(batch: Batch, rows: list[int]) -> Batch:
     """Return some examples of the batch unchanged; with lengths, of equal length."""
     lengths = batch.lengths
     named: Mapping[str, Tensor] = batch.inputs if isinstance(batch.inputs, dict) else {"": batch.inputs}
@@ -483,8 +488,8 @@ def _module(model: nn.Module, call: Call) -> str:
         return "the network's forward method"
     kind = type(module).__name__
     if getattr(module, "track_running_stats", True) is False or getattr(module, "running_mean", 0) is None:
-        return f"{quoted(name)} ({kind} without running statistics)"
-    return f"{quoted(name)} ({kind}{' in training mode' if module.training else ''})"
+        return f"{quote_name(name)} ({kind} without running statistics)"
+    return f"{quote_name(name)} ({kind}{' in training mode' if module.training else ''})"
 
 
 __all__ = ["ExtractedFeatures", "Head", "collect", "extract", "head_of", "prove_head", "track_batches"]
@@ -543,7 +548,7 @@ def extract(
         NumericError: features exceed the range of float16.
         DeviceError: there is not enough memory for a batch.
     """
-    model = _placed(model, torch.device(device)).eval()
+    model = _move_to_device(model, torch.device(device)).eval()
     where = f"split {split.name or split.spec}"
     read = FeatureComputation(_reader(model, head), torch.device(device))
     passes = _Passes(read, model, head, torch.device(device), autocast, where, num_checked)
@@ -576,7 +581,7 @@ def track_batches(
         task.advance(len(batch.features))
 
 
-class _Passed(NamedTuple):
+class _BatchOutput(NamedTuple):
     """One batch: features (n, D), logits (n, K) if wanted, and findings of the first batch."""
 
     features: Tensor
@@ -603,11 +608,11 @@ class _Passes(NamedTuple):
     where: str
     num_checked: int = 0
 
-    def over(self, batch: Batch, *, number: int, first_row: int, wants_logits: bool) -> _Passed:
+    def over(self, batch: Batch, *, number: int, first_row: int, wants_logits: bool) -> _BatchOutput:
         """Process the `number`th batch; the first two prove the head in float32, regardless of autocast."""
         is_compared = self.autocast is not None and first_row == 0
         has_logits = wants_logits or is_compared
-        exact: _Passed | None = None
+        exact: _BatchOutput | None = None
         if self.autocast is None or number < 2:
             exact = self._exact(batch, number=number, first_row=first_row, has_logits=has_logits)
         if self.autocast is None:
@@ -617,10 +622,10 @@ class _Passes(NamedTuple):
         logits = self.head.logits(features) if self.head is not None and has_logits else None
         padding = None if exact is None else exact.padding
         if exact is None or exact.logits is None or logits is None or not is_compared:
-            return _Passed(features, logits, None, padding)
-        return _Passed(features, logits, PrecisionLoss.between(logits, exact.logits), padding)
+            return _BatchOutput(features, logits, None, padding)
+        return _BatchOutput(features, logits, PrecisionLoss.between(logits, exact.logits), padding)
 
-    def _exact(self, batch: Batch, *, number: int, first_row: int, has_logits: bool) -> _Passed:
+    def _exact(self, batch: Batch, *, number: int, first_row: int, has_logits: bool) -> _BatchOutput:
         """Process a batch in float32; the first two prove the head, the first measures the effect of padding."""
         features, output = read_unpadded(self.read, batch.inputs, batch.lengths)
         _check_features(features, where=self.where, first_row=first_row)
@@ -633,7 +638,7 @@ class _Passes(NamedTuple):
             _prove_head(self.model, self.head, features, output)
         if self.head is not None and has_logits:
             logits = _logits(output, self.head, features)
-        return _Passed(features, logits, None, padding)
+        return _BatchOutput(features, logits, None, padding)
 
     def _lowered_features(self, batch: Batch, autocast: str, *, first_row: int) -> Tensor:
         """Return features (n, D), float32, computed in lower precision."""
@@ -667,7 +672,7 @@ def collect(batches: Iterable[ExtractedFeatures], num_rows: int) -> ExtractedFea
     return ExtractedFeatures(whole["features"], logits, whole.get("labels"), *counts, inputs, images)
 
 
-def _placed(model: nn.Module, device: torch.device) -> nn.Module:
+def _move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Move the network to the device, unless it is there: torch's traversal takes a fifth of one input's pass."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return model if all(tensor.device == device for tensor in tensors) else model.to(device)
@@ -680,21 +685,21 @@ def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Ten
     form = head.form
     if form is None:
         layer = linear_layers(model)[head.name]
-        return lambda inputs: _of_layer(layer, partial(forward, model, inputs))
+        return lambda inputs: _pass_layer(layer, partial(forward, model, inputs))
     device = next((parameter.device for parameter in model.parameters()), "cpu")
     weight, bias = (None if one is None else one.to(device) for one in (head.weight, head.bias))
     assert weight is not None
-    return lambda inputs: _of_form(model, form, weight, bias, partial(run_network, model, inputs))
+    return lambda inputs: _pass_form(model, form, weight, bias, partial(run_network, model, inputs))
 
 
 def pass_to_head(head: Head, model: nn.Module, call: Callable[[], Any], weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the input of the head, (n, D), during a forward pass by `call`, given the head's weight and bias in that pass."""
     if head.form is None:
-        return _of_layer(linear_layers(model)[head.name], call)[0]
-    return _of_form(model, head.form, weight, bias, call)[0]
+        return _pass_layer(linear_layers(model)[head.name], call)[0]
+    return _pass_form(model, head.form, weight, bias, call)[0]
 
 
-def _of_form(
+def _pass_form(
     model: nn.Module, form: HeadForm, weight: Tensor, bias: Tensor | None, call: Callable[[], Any]
 ) -> tuple[Tensor, Tensor]:
     passed, returned = form.run(model, call)
@@ -704,7 +709,7 @@ def _of_form(
         return form.features(passed, output, weight, bias), output
 
 
-def _of_layer(layer: nn.Linear, call: Callable[[], Any]) -> tuple[Tensor, Any]:
+def _pass_layer(layer: nn.Linear, call: Callable[[], Any]) -> tuple[Tensor, Any]:
     captured: list[Tensor] = []
 
     def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bnncli.errors import DataError, UsageError
 from bnncli.models.checkpoint_files import describe_wrong_kind
 from bnncli.models.checkpoints import check_finite
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 
 _PROGRAMS = {"pt2": ("an exported program", "export"), "torchscript": ("a TorchScript program", "jit")}
 _WEIGHTS = ("torch-zip", "torch-legacy", "safetensors")
@@ -159,7 +159,7 @@ class HeadSearch:
                 pools = [one.inputs[0] for one in self._steps if one.does == POOL]
                 return head._replace(is_pooled=any(step.output in self._way_back(value) for value in pools))
         raise UsageError(
-            f"\0feature_node\0: no linear layer of {self._what} takes {quoted(name)} as input; {self._candidates()}"
+            f"\0feature_node\0: no linear layer of {self._what} takes {quote_name(name)} as input; {self._candidates()}"
         )
 
     def _way_back(self, value: str | None) -> Iterator[str]:
@@ -222,7 +222,7 @@ class HeadSearch:
         }
         if not found:
             return "it has no linear layer with weights of its own"
-        shown = [f"{quoted(name)} (weight {head.weight.shape})" for name, head in found.items()]
+        shown = [f"{quote_name(name)} (weight {head.weight.shape})" for name, head in found.items()]
         more = f" and {len(shown) - _MOST_LISTED} more" if len(shown) > _MOST_LISTED else ""
         return f"nodes before linear layers, with weights (K, D): {', '.join(shown[-_MOST_LISTED:])}{more}"
 
@@ -234,7 +234,7 @@ class HeadSearch:
 
 def names_of(names: Sequence[str]) -> str:
     """Return names of a graph's inputs or outputs, for messages."""
-    return listed(names, limit=_MOST_LISTED) or "none"
+    return format_names(names, limit=_MOST_LISTED) or "none"
 
 
 def outputs_in_order(outputs: Sequence[str], keys: Sequence[str] | None) -> list[str]:
@@ -265,7 +265,7 @@ _WORDS = {
 _DOES = {name: does for does, names in _WORDS.items() for name in names}
 
 
-def aten_step(operator: str, output: str, inputs: Sequence[str | None], *, name: str = "") -> GraphStep:
+def convert_aten_operator(operator: str, output: str, inputs: Sequence[str | None], *, name: str = "") -> GraphStep:
     """Return the step for an operator such as `addmm` and its arguments, with None for non-tensors."""
     if operator in _LINEAR:
         places, is_transposed = _LINEAR[operator]
@@ -363,7 +363,7 @@ class GraphNetwork(nn.Module):
             if not (is_kind and fits):
                 got = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
                 raise DataError(
-                    f"the graph's input {quoted(name)} expects {wanted}, got {got}", code="wrong_inputs",
+                    f"the graph's input {quote_name(name)} expects {wanted}, got {got}", code="wrong_inputs",
                     hint="check that \0data\0 matches \0model\0; \0resize\0 and \0crop\0 change image sizes",
                 )  # fmt: skip
         return {name: tensor.to(self._inputs[name].dtype or tensor.dtype) for name, tensor in given.items()}
@@ -378,7 +378,7 @@ class GraphNetwork(nn.Module):
         size = max(size for size in sizes if size is not None)
         parts = []
         for start in range(0, num_rows, size):
-            rows = {name: _filled(tensor[start : start + size], size) for name, tensor in given.items()}
+            rows = {name: _fill_rows(tensor[start : start + size], size) for name, tensor in given.items()}
             outputs, features = self.program(rows)
             parts.append([*outputs, features])
         whole = [torch.cat(part)[:num_rows] if part[0].ndim else part[0] for part in zip(*parts, strict=True)]
@@ -404,6 +404,6 @@ def _linear(head: GraphHead) -> nn.Linear:
     return layer
 
 
-def _filled(rows: Tensor, size: int) -> Tensor:
+def _fill_rows(rows: Tensor, size: int) -> Tensor:
     """Pad rows to `size` by repeating the last one."""
     return rows if len(rows) == size else torch.cat([rows, rows[-1:].expand(size - len(rows), *rows.shape[1:])])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli.errors import DataError, DeviceError, UsageError
 from bnncli.lazy import torch
 from bnncli.models import Place
-from bnncli.names import listed, near_miss, quoted
+from bnncli.names import format_names, near_miss, quote_name
 from bnncli.options.shared import IDENTITY
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.system.user_code import running_user_code
@@ -77,13 +77,13 @@ def _notes_of_links() -> Any:
     return BeforeLinks
 
 
-def before_links() -> AbstractContextManager[object]:
+def record_link_inputs() -> AbstractContextManager[object]:
     """Return a context that notes what goes into softmaxes and sigmoids."""
     mode: AbstractContextManager[object] = _notes_of_links()()
     return mode
 
 
-def logits_before(output: Tensor, link: str) -> Tensor:
+def find_logits_before(output: Tensor, link: str) -> Tensor:
     """Return the input of the softmax or sigmoid that gave an output (n, ...), with the same shape."""
     found: Tensor | None = getattr(output, _NOTE, None)
     return _UNDONE[link](output) if found is None else found
@@ -171,7 +171,7 @@ class HeadForm:
         finally:
             for hook in hooks:
                 hook.remove()
-        return [_taken(tap, passed[tap], operations.found) for tap in self.taps], output
+        return [_take_tensor(tap, passed[tap], operations.found) for tap in self.taps], output
 
     def features(self, passed: list[Tensor], output: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return features (n, D) from the tapped tensors and the network's output (n, K).
@@ -220,7 +220,7 @@ def _hook(module: nn.Module, place: Place, passed: list[Tensor]) -> Any:
     return module.register_forward_pre_hook(entering, with_kwargs=True)
 
 
-def _taken(tap: Tap, passed: list[Tensor], operations: Mapping[int, Tensor]) -> Tensor:
+def _take_tensor(tap: Tap, passed: list[Tensor], operations: Mapping[int, Tensor]) -> Tensor:
     """Return the tensor at a tap. Raises DataError if the network did not reach it."""
     if isinstance(tap.at, int) and tap.at in operations:
         return operations[tap.at]
@@ -309,10 +309,10 @@ def last_linear(
     return LinearLayer(head, is_head=True)
 
 
-def no_head_error(model: nn.Module) -> DataError:
+def missing_head_error(model: nn.Module) -> DataError:
     """Return the error for a network without a possible head."""
     linear = linear_layers(model)
-    has = f"its linear layers are {listed(linear)}" if linear else "it has none"
+    has = f"its linear layers are {format_names(linear)}" if linear else "it has none"
     return DataError(
         f"the network calls no linear layer (torch.nn.Linear); {has}", code="no_head",
         hint="the last layer must be linear; \0model\0 flatten uses raw inputs as features",
@@ -330,7 +330,7 @@ def head_of(model: nn.Module, name: str) -> Head:
         last = [*linear][-_SHOWN:]
         before = f" and {len(linear) - _SHOWN} earlier ones" if len(linear) > _SHOWN else ""
         raise UsageError(
-            f"\0last_layer\0: expected one of {listed(last, limit=_SHOWN) or 'none: there is no torch.nn.Linear'}{before}; "
+            f"\0last_layer\0: expected one of {format_names(last, limit=_SHOWN) or 'none: there is no torch.nn.Linear'}{before}; "
             f"got {name!r}",
             hint=near_miss(name, [*linear]),
         )
@@ -349,7 +349,7 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
     actual = output.double()
     if actual.numel() != logits.numel():
         raise DataError(
-            f"the network's output has shape {tuple(output.shape)}, but its linear layer {quoted(head.name)} "
+            f"the network's output has shape {tuple(output.shape)}, but its linear layer {quote_name(head.name)} "
                 f"gives {tuple(logits.shape)}: that layer is not the last step",
             code="not_the_head", hint="choose another layer with \0last_layer\0, or return this layer's output unchanged",
         )  # fmt: skip
@@ -360,7 +360,7 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
     if error <= HEAD_TOLERANCE * (1 + actual.abs().max()):
         return
     raise DataError(
-        f"features times the weights of {quoted(head.name)} differ from the network's output by "
+        f"features times the weights of {quote_name(head.name)} differ from the network's output by "
             f"{float(error):.3g}; {_explain(logits, actual)}",
         code="not_the_head", hint="the network must return the output of its last linear layer unchanged",
     )  # fmt: skip
@@ -405,7 +405,7 @@ def advise_layer(error: DataError, model: nn.Module, *, has_logits: bool) -> Dat
         has_logits: whether the network's output can be treated as logits.
     """
     linear = linear_layers(model)
-    others = f"; \0last_layer\0 NAME selects another linear layer (have: {listed(linear, limit=20)})" * (
+    others = f"; \0last_layer\0 NAME selects another linear layer (have: {format_names(linear, limit=20)})" * (
         len(linear) > 1
     )
     identity = f"; {IDENTITY_HINT}" * has_logits
@@ -455,12 +455,12 @@ def run_network(model: nn.Module, inputs: Inputs) -> Any:
         ):
             hint = "images need a channel axis, (N, C, H, W): for greyscale images, save x[:, None]"
         message = f"the network failed on inputs of shape {_shapes(inputs)}: {first_line}"
-        if (beyond := _beyond_embedding(model, inputs)) is not None:
+        if (beyond := _describe_large_tokens(model, inputs)) is not None:
             message, hint = beyond, "tokenize the inputs with the network's own tokenizer"
         raise DataError(message, code="wrong_inputs", hint=hint) from error
 
 
-def _beyond_embedding(model: nn.Module, inputs: Inputs) -> str | None:
+def _describe_large_tokens(model: nn.Module, inputs: Inputs) -> str | None:
     """Describe token ids beyond the network's largest embedding; None if there are none."""
     sizes = [one.num_embeddings for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     given = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
@@ -511,7 +511,8 @@ def choose_output(returned: Any, name: str) -> Tensor:
         raise UsageError(f"\0output\0: the network's outputs have no names; omit \0output\0; got {name!r}")
     if name not in outputs:
         raise UsageError(
-            f"\0output\0: expected one of {listed(outputs, limit=20)}; got {name!r}", hint=near_miss(name, [*outputs])
+            f"\0output\0: expected one of {format_names(outputs, limit=20)}; got {name!r}",
+            hint=near_miss(name, [*outputs]),
         )
     return outputs[name]
 

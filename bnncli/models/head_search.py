@@ -22,13 +22,13 @@ from bnncli.models.head import (
     is_vector,
     last_linear,
     logits_of,
-    no_head_error,
+    missing_head_error,
     outputs_of,
     plain_copy,
     run_network,
 )
 from bnncli.models.tape import LINK_OF, Product, Tape, tap_number
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.options.shared import IDENTITY
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def trace(tape: Tape, target: Tensor) -> TracedHead | None:
     has_bias = bool(shift.any()) or any(product.bias is not None for product in [*products, *merged])
     weight = torch.cat([part.weight for part in parts], 1)
     taps = tuple(_tap(tape, part) for part in parts)
-    for way in _ways([part.product for part in parts], tape.num_rows):
+    for way in _list_reductions([part.product for part in parts], tape.num_rows):
         rounds = {product.reduce_range for product in products}
         form = HeadForm(taps, way, "", "none", rounds.pop() if len(rounds) == 1 else None, ())
         if rounds or not _agrees(form, parts, weight, bias, target):
@@ -98,7 +98,7 @@ def trace(tape: Tape, target: Tensor) -> TracedHead | None:
             target=target,
             products=tuple(product.at for product in products),
             names=names,
-            name=_one_name(tape, names),
+            name=_name_products(tape, names),
             weight=weight,
             bias=bias if has_bias else None,
             taps=taps,
@@ -125,7 +125,7 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
         return tape.replay(target, before[1], values).reshape(-1, num_outputs)
 
     def after(values: Sequence[Tensor]) -> Tensor:
-        return made_of([_spread(value, one) for value, one in zip(values, products, strict=True)])
+        return made_of([_expand_constant(value, one) for value, one in zip(values, products, strict=True)])
 
     zero = torch.zeros(num_outputs, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -160,14 +160,14 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
     return (products, scales, shift[0]) if is_linear and all(bool(scale.any()) for scale in scales) else None
 
 
-def _spread(value: Tensor, product: Product) -> Tensor:
+def _expand_constant(value: Tensor, product: Product) -> Tensor:
     """Expand (K,) to outputs of a product that are constant everywhere else."""
     shape = [1] * product.outputs.ndim
     shape[product.axis] = len(value)
     return value.reshape(shape).expand(product.outputs.shape)
 
 
-def _ways(products: list[Product], num_rows: int) -> list[str]:
+def _list_reductions(products: list[Product], num_rows: int) -> list[str]:
     """Return how the inputs of products may become one vector per example, most likely first."""
     if any(product.inputs.ndim < 2 or len(product.inputs) != num_rows for product in products):
         return []
@@ -238,7 +238,7 @@ def _tap(tape: Tape, part: _Part) -> Tap:
     return Tap(at, product.axis)
 
 
-def _one_name(tape: Tape, names: tuple[str, ...]) -> str:
+def _name_products(tape: Tape, names: tuple[str, ...]) -> str:
     """Return a name for products: their own, that of a module with exactly these, or all with + between them."""
     if len(names) == 1:
         return names[0]
@@ -295,7 +295,7 @@ UNIT_NOTE = (
 _USUAL = ("logits", "out")  # common names of logits among several outputs
 
 
-class _Found(NamedTuple):
+class _HeadCandidate(NamedTuple):
     """A head, its output, and what that was computed from."""
 
     head: Head
@@ -341,11 +341,13 @@ def find_head(
     if len(fitting) == 1:
         return fitting[0].head
     if len(fitting) > 1 or (layer is not None and found and plain is None):
-        raise _not_one(fitting or found, layer, returned)
+        raise _ambiguous_head_error(fitting or found, layer, returned)
     if plain is None:
         if not outputs_of(returned):
             logits_of(returned)  # raises: it contains no tensor
-        raise _offering_identity(missing or _no_linear(tape, returned) or no_head_error(model), tape, returned, output)
+        raise _suggest_identity(
+            missing or _nonlinear_tail_error(tape, returned) or missing_head_error(model), tape, returned, output
+        )
     return plain.head  # the proof on all rows reports what is wrong
 
 
@@ -356,7 +358,7 @@ def _check_names(model: nn.Module, layer: str) -> None:
             head_of(model, name)  # raises
 
 
-def _heads(tape: Tape, returned: Any, output: str | None) -> list[_Found]:
+def _heads(tape: Tape, returned: Any, output: str | None) -> list[_HeadCandidate]:
     """Return the heads of the network's outputs, in output order."""
     outputs = outputs_of(returned)
     if output is not None:
@@ -370,7 +372,7 @@ def _heads(tape: Tape, returned: Any, output: str | None) -> list[_Found]:
         notes = (*_link_notes(link), *traced.notes)
         form = HeadForm(traced.taps, traced.positions, name, link, traced.reduce_range, notes)
         bias = None if traced.bias is None else plain_copy(traced.bias)
-        found.append(_Found(Head(traced.name, plain_copy(traced.weight), bias, form), form, traced))
+        found.append(_HeadCandidate(Head(traced.name, plain_copy(traced.weight), bias, form), form, traced))
     return found
 
 
@@ -388,7 +390,7 @@ def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
     usual = [name for name in fitting if name in _USUAL]
     names = usual if len(fitting) > 1 and usual else [*fitting]
     if len(names) != 1:
-        shapes = ", ".join(f"{quoted(name)} {tuple(one.shape)}" for name, one in outputs.items())
+        shapes = ", ".join(f"{quote_name(name)} {tuple(one.shape)}" for name, one in outputs.items())
         raise DataError(
             f"an identity layer needs one output with one vector per example; {tape.num_rows} examples gave {shapes}",
             code="not_the_head", hint="choose one with \0output\0 NAME" if fitting else None,
@@ -408,7 +410,7 @@ def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
     return Head(IDENTITY, torch.eye(rows.shape[1]), torch.zeros(rows.shape[1]), form)
 
 
-def _offering_identity(error: DataError, tape: Tape, returned: Any, output: str | None) -> DataError:
+def _suggest_identity(error: DataError, tape: Tape, returned: Any, output: str | None) -> DataError:
     """Add the identity layer to the error for a missing head, if that is possible."""
     try:
         _identity_head(tape, returned, output)
@@ -444,9 +446,9 @@ def _link(tape: Tape, output: Tensor) -> tuple[str, int | None]:
     return "none", None
 
 
-def _outermost(tape: Tape, found: list[_Found]) -> list[_Found]:
+def _outermost(tape: Tape, found: list[_HeadCandidate]) -> list[_HeadCandidate]:
     """Return one entry per head from which no other is computed; features returned beside logits do not count."""
-    unique: dict[tuple[int, ...], _Found] = {}
+    unique: dict[tuple[int, ...], _HeadCandidate] = {}
     for one in found:
         known = unique.get(one.traced.products)
         if known is None or (known.form.link != "none" and one.form.link == "none"):
@@ -455,12 +457,12 @@ def _outermost(tape: Tape, found: list[_Found]) -> list[_Found]:
     return [one for one in heads if not any(other.traced.is_made_from(tape, one.traced) for other in heads)]
 
 
-def _no_linear(tape: Tape, returned: Any) -> DataError | None:
+def _nonlinear_tail_error(tape: Tape, returned: Any) -> DataError | None:
     """Return the error that the steps after the last weights are not linear; None if no output comes from weights."""
     for output in outputs_of(returned).values():
         before = tape.before(output)
         if before is not None:
-            names = listed(product.name for product in map(tape.product, before[0]) if product is not None)
+            names = format_names(product.name for product in map(tape.product, before[0]) if product is not None)
             after = ", ".join(dict.fromkeys(tape.calls[index].operation.partition("::")[2] for index in before[1]))
             return DataError(
                 f"the network's output is not linear in any features: it is computed from {names} by "
@@ -472,12 +474,12 @@ def _no_linear(tape: Tape, returned: Any) -> DataError | None:
     return None
 
 
-def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError | UsageError:
+def _ambiguous_head_error(found: list[_HeadCandidate], layer: str | None, returned: Any) -> DataError | UsageError:
     """Return the error that there are several heads, or none of the name; lists them."""
     heads = list_heads(found)
     if layer is not None and not any(one.traced.is_in(layer) for one in found):
         return UsageError(
-            f"\0last_layer\0: {quoted(layer)} does not produce an output of the network; these do: {heads}"
+            f"\0last_layer\0: {quote_name(layer)} does not produce an output of the network; these do: {heads}"
         )
     first = f"the network returns {len(returned)} outputs, and the first is used; " * isinstance(
         returned, (tuple, list)
@@ -486,6 +488,8 @@ def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError
     return DataError(f"{first}the network has several heads: {heads}", code="not_the_head", hint=hint)
 
 
-def list_heads(found: list[_Found]) -> str:
+def list_heads(found: list[_HeadCandidate]) -> str:
     """List heads with their sizes and outputs."""
-    return ", ".join(f"{quoted(one.head.name)} ({one.head.layout}; output {quoted(one.form.output)})" for one in found)
+    return ", ".join(
+        f"{quote_name(one.head.name)} ({one.head.layout}; output {quote_name(one.form.output)})" for one in found
+    )

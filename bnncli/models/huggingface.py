@@ -21,7 +21,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
 from bnncli.lazy import torch
 from bnncli.models.checkpoints import check_finite, load_checkpoint
 from bnncli.models.libraries import library_attribute, require
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.system.input_files import MAX_BYTES, open_regular, read_object
 
@@ -33,7 +33,7 @@ _NAME = "bnncli_plain"
 _CHOOSE = "set_attn_implementation"
 
 
-def with_plain_attention(network: nn.Module) -> nn.Module:
+def use_plain_attention(network: nn.Module) -> nn.Module:
     """Return the network; its transformers modules compute attention masks independently of their values from now on."""
     for module in network.modules():
         if hasattr(module, _CHOOSE):
@@ -84,12 +84,12 @@ def find_folder(place: str, *, option: str, allow_download: bool) -> Path:
     if folder.exists():
         hint = f"give the folder that contains it: {folder.parent}"
         raise MissingInput(
-            f"{option}: {quoted(folder, limit=300)} is a file, expected a folder", path=folder, hint=hint
+            f"{option}: {quote_name(folder, limit=300)} is a file, expected a folder", path=folder, hint=hint
         )
     if not allow_download or not _REPOSITORY.fullmatch(place):
         is_name = _REPOSITORY.fullmatch(place) and not allow_download
         hint = "give a local folder, or add \0allow_download\0 to fetch the model from the Hugging Face Hub"
-        message = f"{option}: no folder {quoted(folder, limit=300)}"
+        message = f"{option}: no folder {quote_name(folder, limit=300)}"
         raise MissingInput(message, path=folder, hint=hint if is_name else None)
     hub = require("huggingface_hub", extra="hf")
     wanted = ["*.json", "*.txt", "*.model", "*.spm", "*.safetensors"]
@@ -105,7 +105,7 @@ def find_folder(place: str, *, option: str, allow_download: bool) -> Path:
         raise MissingInput(f"{option}: could not fetch {place!r}: {why}", path=folder) from error
 
 
-def files_like(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
+def find_files_like(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
     """Return the sorted files of a folder whose names match one of the patterns."""
     return tuple(sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}))
 
@@ -124,12 +124,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     names = read_object(index).get("weight_map")
     shards = sorted({*names.values()}) if isinstance(names, dict) and all(map(_is_name, names.values())) else []
     if not shards:
-        raise DataError(f"{quoted(index, limit=300)} lists no weight files", path=index)
+        raise DataError(f"{quote_name(index, limit=300)} lists no weight files", path=index)
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
-        message = (
-            f"{quoted(folder, limit=300)}: {len(missing)} of {len(shards)} weight files are missing: {listed(missing)}"
-        )
+        message = f"{quote_name(folder, limit=300)}: {len(missing)} of {len(shards)} weight files are missing: {format_names(missing)}"
         raise MissingInput(message, path=folder / missing[0], hint="copy or download all of them")
     return (index, *(folder / name for name in shards))
 
@@ -144,7 +142,7 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         header.pop("__metadata__", None)
         return {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DataError(f"{quoted(path, limit=300)} is truncated or damaged", code="truncated", path=path) from None
+        raise DataError(f"{quote_name(path, limit=300)} is truncated or damaged", code="truncated", path=path) from None
 
 
 def _is_name(value: object) -> bool:
@@ -169,10 +167,10 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     Raises:
         DataError: the model is not a classifier but a regression, or its weights are quantised.
     """
-    name, where = architecture_of(config), quoted(folder, limit=300)
+    name, where = architecture_of(config), quote_name(folder, limit=300)
     kind = classifier_input_kind(name)
     if kind is None:
-        has = "config.json names no architecture" if name is None else f"the model is {quoted(name)}"
+        has = "config.json names no architecture" if name is None else f"the model is {quote_name(name)}"
         expected = "expected a sequence, image or audio classifier"
         raise DataError(f"{where}: {has}, {expected}", code="not_a_classifier", path=folder / CONFIG)
     check_plain(config, folder)
@@ -181,7 +179,7 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
 
 def check_plain(config: Mapping[str, Any], folder: Path) -> None:
     """Check that a model is a classifier with plain weights. Raises DataError for a regression or quantised weights."""
-    where = quoted(folder, limit=300)
+    where = quote_name(folder, limit=300)
     if config.get("problem_type") == "regression":
         message = f"{where}: expected a classifier, got a regression model (problem_type regression)"
         raise DataError(message, code="regression", path=folder / CONFIG)
@@ -229,7 +227,7 @@ def classes_of(config: Mapping[str, Any], folder: Path) -> tuple[str, ...] | Non
         return None
     found = [names.get(str(index)) for index in range(len(names))]
     if not all(isinstance(name, str | int) for name in found):
-        message = f"{quoted(folder / CONFIG, limit=300)}: the keys of id2label are not 0 to {len(names) - 1}"
+        message = f"{quote_name(folder / CONFIG, limit=300)}: the keys of id2label are not 0 to {len(names) - 1}"
         raise DataError(message, path=folder / CONFIG)
     texts = tuple(str(name) for name in found)
     is_named = len(set(texts)) == len(texts) and not all(map(_NO_NAME.fullmatch, texts))
@@ -271,7 +269,7 @@ class Texts:
     def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return token ids and related inputs, (n, length) int64 by name, and the number of truncated texts."""
         _settle_threads()
-        tokenizer = _loaded("AutoTokenizer", self.folder, self.digest)
+        tokenizer = _load_processor("AutoTokenizer", self.folder, self.digest)
         texts: tuple[list[str], ...] = (list(items),)
         if items and not isinstance(items[0], str):
             texts = [first for first, _ in items], [second for _, second in items]
@@ -280,7 +278,9 @@ class Texts:
         found = tokenizer(*texts, padding=has_padding, **cut)
         lengths = None if has_padding else tuple(map(len, found["input_ids"]))
         inputs = {
-            name: np.asarray(rows, np.int64) if has_padding else _padded([np.asarray([row], np.int64) for row in rows])
+            name: np.asarray(rows, np.int64)
+            if has_padding
+            else _pad_clips([np.asarray([row], np.int64) for row in rows])
             for name, rows in found.items()
         }
         num_truncated = 0
@@ -295,7 +295,7 @@ class Texts:
     def pad_token_id(self) -> int | None:
         """The padding token; None if there is none."""
         _settle_threads()
-        found = _loaded("AutoTokenizer", self.folder, self.digest).pad_token_id
+        found = _load_processor("AutoTokenizer", self.folder, self.digest).pad_token_id
         return None if found is None else int(found)
 
     def to_json(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Images:
         """Return pixels (n, C, H, W) float32 and related inputs by name; images are rotated upright, as in load_image."""
         from PIL import ImageOps  # slow import
 
-        processor = _loaded("AutoImageProcessor", self.folder, self.digest)
+        processor = _load_processor("AutoImageProcessor", self.folder, self.digest)
         found = processor(images=[ImageOps.exif_transpose(item) for item in items], return_tensors="pt")
         return TransformedInputs({name: tensor.numpy() for name, tensor in found.items()})
 
@@ -348,7 +348,7 @@ class Sounds:
 
     def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return inputs by name: (n, T) waves or (n, T, bins) spectra, zero-padded at the end."""
-        extractor = _loaded("AutoFeatureExtractor", self.folder, self.digest)
+        extractor = _load_processor("AutoFeatureExtractor", self.folder, self.digest)
         found, num_truncated = [], 0
         for sound in items:
             samples = resample(sound, self.rate)
@@ -358,7 +358,7 @@ class Sounds:
             num_truncated += self.max_length is not None and len(samples) > self.max_length
             found.append(extractor(samples, sampling_rate=self.rate, return_tensors="np"))
         num_converted = sum(sound.rate != self.rate or sound.num_channels > 1 for sound in items)
-        inputs = {name: _padded([np.asarray(one[name]) for one in found]) for name in found[0]}
+        inputs = {name: _pad_clips([np.asarray(one[name]) for one in found]) for name in found[0]}
         lengths = tuple(next(iter(one.values())).shape[1] for one in found)
         return TransformedInputs(inputs, num_truncated, num_converted, lengths)
 
@@ -384,13 +384,13 @@ def audio_inputs(folder: Path, config: Mapping[str, Any]) -> Sounds | None:
     rate = own["sampling_rate"]
     if not isinstance(rate, int) or rate < 1:
         message = (
-            f"{quoted(folder, limit=300)}: its feature extractor has sampling_rate {quoted(rate)}, expected an "
+            f"{quote_name(folder, limit=300)}: its feature extractor has sampling_rate {quote_name(rate)}, expected an "
             "integer in Hz"
         )
         raise DataError(message, path=folder)
     is_kaldi = own.get("feature_extractor_type") == "ASTFeatureExtractor"
     backend = ("torchaudio" if find_spec("torchaudio") is not None else "numpy") if is_kaldi else None
-    digest = _digest(files_like(folder, PROCESSOR))
+    digest = _digest(find_files_like(folder, PROCESSOR))
     return Sounds(str(folder.absolute()), digest, rate, _fewest_samples(own, config), _most_samples(own, rate), backend)
 
 
@@ -420,7 +420,7 @@ def _most_samples(own: Mapping[str, Any], rate: int) -> int | None:
     return None
 
 
-def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _pad_clips(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Zero-pad arrays (1, T, ...) at the end to one (n, longest T, ...)."""
     first = arrays[0]
     if first.ndim < 2:
@@ -433,7 +433,7 @@ def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
     """Return the tokenizer of a folder; None if it has none."""
-    files = files_like(folder, TOKENIZER)
+    files = find_files_like(folder, TOKENIZER)
     if not files:
         return None
     own = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
@@ -444,7 +444,7 @@ def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
 
 def image_inputs(folder: Path, config: Mapping[str, Any]) -> Images | None:
     """Return the image processor of a folder; None if it has none."""
-    files = files_like(folder, PROCESSOR)
+    files = find_files_like(folder, PROCESSOR)
     if not files:
         return None
     mode = "L" if config.get("num_channels") == 1 else "RGB"
@@ -467,7 +467,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 @lru_cache(maxsize=4)
-def _loaded(auto: str, folder: str, digest: str) -> Any:
+def _load_processor(auto: str, folder: str, digest: str) -> Any:
     """Load the tokenizer, image processor or feature extractor of a folder with this digest.
 
     Raises:
@@ -482,11 +482,11 @@ def _loaded(auto: str, folder: str, digest: str) -> Any:
         what = {"AutoTokenizer": "tokenizer", "AutoFeatureExtractor": "feature extractor"}.get(auto, "image processor")
         if "trust_remote_code" in why or "custom code" in why:
             raise Untrusted(
-                f"{quoted(folder, limit=300)}: its {what} is defined by code in the folder (auto_map), which "
+                f"{quote_name(folder, limit=300)}: its {what} is defined by code in the folder (auto_map), which "
                 "bnncli never runs",
                 path=folder,
             ) from error
-        raise DataError(f"{quoted(folder, limit=300)}: cannot load its {what}: {why}", path=folder) from error
+        raise DataError(f"{quote_name(folder, limit=300)}: cannot load its {what}: {why}", path=folder) from error
 
 
 def _settle_threads() -> None:
@@ -518,9 +518,9 @@ def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tens
     transformers = require("transformers", extra="hf")
     made = library_attribute(transformers, str(name), extra="hf")
     if made is None:
-        raise _unknown(folder, config, f"transformers {transformers.__version__} has no {name}")
+        raise _unknown_model_error(folder, config, f"transformers {transformers.__version__} has no {name}")
     if state is None:
-        state = pickled_state(folder)
+        state = load_pickled_state(folder)
     network, info = load(made, folder, made_by, state)
     check_filled(
         info, what=f"the {'checkpoint' if state is not None else 'folder'} does not match {name}", folder=folder
@@ -544,7 +544,7 @@ def load_config(folder: Path, **changes: Any) -> Any:
 def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | None) -> tuple[nn.Module, dict[str, Any]]:
     """Load a network of a library class, and the library's report on mismatched names."""
     if state is None and not weight_files(folder):
-        message = f"{quoted(folder, limit=300)} has no weights; looked for {WEIGHTS}, its index, and {PICKLED}"
+        message = f"{quote_name(folder, limit=300)} has no weights; looked for {WEIGHTS}, its index, and {PICKLED}"
         raise MissingInput(message, path=folder, hint="pass a weights file as the checkpoint")
     given = {} if state is None else {"state_dict": dict(state)}
     with convert_library_errors(folder):
@@ -552,17 +552,17 @@ def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | Non
             str(folder) if state is None else None, config=config, dtype=torch.float32, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=False, use_safetensors=True, **given,
         )  # fmt: skip
-        own, whole = network.state_dict(), _no_reals(folder, state)
+        own, whole = network.state_dict(), _find_integer_tensors(folder, state)
     if odd := sorted(name for name in whole & own.keys() if own[name].is_floating_point()):
         raise DataError(
-            f"{quoted(folder, limit=300)}: the weights {listed(odd)} are integers, but the network expects "
+            f"{quote_name(folder, limit=300)}: the weights {format_names(odd)} are integers, but the network expects "
                 "floating-point numbers",
             code="quantised", path=folder, hint="save the model before quantisation",
         )  # fmt: skip
     return network, info
 
 
-def _no_reals(folder: Path, state: Mapping[str, Tensor] | None) -> set[str]:
+def _find_integer_tensors(folder: Path, state: Mapping[str, Tensor] | None) -> set[str]:
     """Return the names of integer tensors, which the library would convert to floats."""
     from safetensors import safe_open
 
@@ -597,12 +597,16 @@ def check_filled(
     missing = sorted(name for name in info["missing_keys"] if not name.endswith(_COUNTER) and not may_miss(name))
     unknown = sorted(name for name in info["unexpected_keys"] if not may_have(name))
     odd = sorted((name, tuple(came), tuple(own)) for name, came, own in info["mismatched_keys"] if not may_miss(name))
-    parts = [f"missing from the weights ({len(missing)}): {listed(missing)}"] if missing else []
-    parts += [f"not in the network ({len(unknown)}): {listed(unknown)}"] if unknown else []
-    parts += [f"{quoted(name)} has shape {came} in the weights, {own} in the network" for name, came, own in odd[:3]]
+    parts = [f"missing from the weights ({len(missing)}): {format_names(missing)}"] if missing else []
+    parts += [f"not in the network ({len(unknown)}): {format_names(unknown)}"] if unknown else []
+    parts += [
+        f"{quote_name(name)} has shape {came} in the weights, {own} in the network" for name, came, own in odd[:3]
+    ]
     parts += [" ".join(str(text).split())[:200] for text in info.get("error_msgs", [])[:1]]
     if parts:
-        raise DataError(f"{quoted(folder, limit=300)}: {what}; {'; '.join(parts)}", code="wrong_weights", path=folder)
+        raise DataError(
+            f"{quote_name(folder, limit=300)}: {what}; {'; '.join(parts)}", code="wrong_weights", path=folder
+        )
 
 
 def prepare_network(network: nn.Module) -> nn.Module:
@@ -614,7 +618,7 @@ def prepare_network(network: nn.Module) -> nn.Module:
     return network.float().eval().requires_grad_(False)
 
 
-def with_padding(network: nn.Module, transform: Texts | Images | Sounds | None) -> nn.Module:
+def set_padding_token(network: nn.Module, transform: Texts | Images | Sounds | None) -> nn.Module:
     """Set the padding token of the tokenizer on a network whose configuration has none.
 
     Decoders classify at a text's last non-padding token. Without a padding token they see unpadded texts and use the
@@ -646,7 +650,7 @@ def convert_library_errors(folder: Path) -> Iterator[None]:
         why = " ".join(str(error).split())
         if "trust_remote_code" in why:
             raise _is_code(folder) from error
-        message = f"{quoted(folder, limit=300)}: cannot load the model: {type(error).__name__}: {why[:200]}"
+        message = f"{quote_name(folder, limit=300)}: cannot load the model: {type(error).__name__}: {why[:200]}"
         raise DataError(message, path=folder) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -656,20 +660,20 @@ def convert_library_errors(folder: Path) -> Iterator[None]:
 
 def _is_code(folder: Path) -> Untrusted:
     return Untrusted(
-        f"{quoted(folder, limit=300)}: the model is defined by code in the folder (auto_map in {CONFIG}), which "
+        f"{quote_name(folder, limit=300)}: the model is defined by code in the folder (auto_map in {CONFIG}), which "
         "bnncli never runs",
         hint="if you trust this code, use \0model\0 file.py:factory with a factory that builds the network",
         path=folder / CONFIG,
     )
 
 
-def _unknown(folder: Path, config: Mapping[str, Any], why: str) -> BnnError:
+def _unknown_model_error(folder: Path, config: Mapping[str, Any], why: str) -> BnnError:
     if "auto_map" in config:
         return _is_code(folder)
-    return DataError(f"{quoted(folder, limit=300)}: {why}", path=folder / CONFIG)
+    return DataError(f"{quote_name(folder, limit=300)}: {why}", path=folder / CONFIG)
 
 
-def pickled_state(folder: Path) -> dict[str, Tensor] | None:
+def load_pickled_state(folder: Path) -> dict[str, Tensor] | None:
     """Load weights in torch's own format; None if they are safetensors."""
     files = weight_files(folder)
     return load_checkpoint(files[0]).state if files and files[0].name.startswith(PICKLED) else None

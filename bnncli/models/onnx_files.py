@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bnncli.errors import DataError, Untrusted
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.system.input_files import open_regular
 
 # Fields that lead to a tensor, by kind of message: field number to kind of its content.
@@ -45,17 +45,17 @@ def onnx_files(path: Path) -> tuple[Path, ...]:
         except (ValueError, IndexError, RecursionError) as error:
             why = f"{error}" if len(str(error)) < 80 else type(error).__name__
             raise DataError(
-                f"{quoted(path, limit=300)} is not an ONNX graph, or is damaged ({why})", code="not_onnx", path=path
+                f"{quote_name(path, limit=300)} is not an ONNX graph, or is damaged ({why})", code="not_onnx", path=path
             ) from error
     files = [path]
     for name in names:
         if "\0" in name:
-            message = f"{quoted(path, limit=300)} refers to a file whose name contains NUL: {quoted(name)}"
+            message = f"{quote_name(path, limit=300)} refers to a file whose name contains NUL: {quote_name(name)}"
             raise DataError(message, code="not_onnx", path=path)
         file = path.parent / name
         if not file.resolve().is_relative_to(path.parent.resolve()):
             raise Untrusted(
-                f"{quoted(path, limit=300)} refers to a file outside its folder: {quoted(name)}",
+                f"{quote_name(path, limit=300)} refers to a file outside its folder: {quote_name(name)}",
                 code="outside",
                 path=path,
             )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bnncli.errors import DataError, DeviceError
 from bnncli.models.graphs import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, GraphInput, GraphStep
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.system.devices import available_memory
 
 # Largest difference that rounding explains, of each number and in units of 1 + the largest.
@@ -125,7 +125,7 @@ class OnnxGraph:
             self.model = onnx.load(path, load_external_data=False)
         except Exception as error:  # protobuf's errors have no common base
             raise DataError(
-                f"{quoted(path, limit=300)} is not an ONNX graph, or is damaged", code="not_onnx", path=path
+                f"{quote_name(path, limit=300)} is not an ONNX graph, or is damaged", code="not_onnx", path=path
             ) from error
         self.path, graph = path, self.model.graph
         self._stored = {tensor.name: tensor for tensor in graph.initializer}
@@ -240,7 +240,7 @@ class OnnxGraph:
         if not value.type.HasField("tensor_type") or kind.elem_type not in _DTYPES:
             what = onnx.helper.printable_type(value.type)
             raise self._error(
-                f"the graph's input {quoted(value.name)} is {what}, expected a numeric tensor", "not_tensors"
+                f"the graph's input {quote_name(value.name)} is {what}, expected a numeric tensor", "not_tensors"
             )
         sizes = [
             size.dim_value if size.HasField("dim_value") and size.dim_value > 0 else None for size in kind.shape.dim
@@ -257,7 +257,7 @@ class OnnxGraph:
         # an external file is shorter than expected
         except (ValueError, TypeError, onnx.checker.ValidationError) as error:
             raise self._error(
-                f"its tensor {quoted(tensor.name)} is incomplete; copy the graph's files again", "truncated"
+                f"its tensor {quote_name(tensor.name)} is incomplete; copy the graph's files again", "truncated"
             ) from error
 
     def _evaluated(self, node: onnx.NodeProto, name: str, values: Mapping[str, Any]) -> np.ndarray:
@@ -271,7 +271,7 @@ class OnnxGraph:
             (array,) = session.run([name], {})
         except Exception as error:  # onnxruntime's errors have no common base
             why = " ".join(str(error).split())[:200]
-            raise self._error(f"cannot compute its constant {quoted(name)}: {why}", "bad_program") from error
+            raise self._error(f"cannot compute its constant {quote_name(name)}: {why}", "bad_program") from error
         return np.asarray(array)
 
     def _require_memory(self, model: onnx.ModelProto, name: str) -> None:
@@ -285,13 +285,13 @@ class OnnxGraph:
         num_bytes, free = math.prod(sizes) * item, available_memory("cpu")
         if num_bytes > free:
             raise DeviceError(
-                f"{quoted(self.path, limit=300)}: its constant {quoted(name)} needs {num_bytes >> 20} MiB, but "
+                f"{quote_name(self.path, limit=300)}: its constant {quote_name(name)} needs {num_bytes >> 20} MiB, but "
                     f"only {free >> 20} MiB of memory are free",
                 code="out_of_memory", hint="export the network again with constant folding", path=self.path,
             )  # fmt: skip
 
     def _error(self, message: str, code: str) -> DataError:
-        return DataError(f"{quoted(self.path, limit=300)}: {message}", code=code, path=self.path)
+        return DataError(f"{quote_name(self.path, limit=300)}: {message}", code=code, path=self.path)
 
 
 class OnnxProgram(nn.Module):
@@ -360,7 +360,7 @@ def keys_of(outputs: Sequence[str]) -> list[str] | None:
 
 def _tensor(array: Any, name: str) -> Tensor:
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
-        raise DataError(f"the graph's output {quoted(name)} is not a numeric tensor", code="no_logits")
+        raise DataError(f"the graph's output {quote_name(name)} is not a numeric tensor", code="no_logits")
     tensor = torch.from_numpy(array)
     return tensor.float() if tensor.is_floating_point() else tensor
 
@@ -380,5 +380,5 @@ def _session(model: bytes, path: Path, *, is_on_gpu: bool) -> Any:
     except Exception as error:  # onnxruntime's errors have no common base
         why = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{quoted(path, limit=300)}: onnxruntime cannot run the graph: {why}", code="bad_program", path=path
+            f"{quote_name(path, limit=300)}: onnxruntime cannot run the graph: {why}", code="bad_program", path=path
         ) from error

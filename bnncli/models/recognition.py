@@ -76,7 +76,7 @@ def _counts(shapes: Shapes, pattern: str) -> tuple[int, ...]:
     return tuple(len(stages[stage]) for stage in sorted(stages))
 
 
-def _named(library: str, family: str, found: str | None) -> Guess:
+def _make_guess(library: str, family: str, found: str | None) -> Guess:
     """Return a guess by name, or a description if there is none."""
     if found is None:
         return Guess(f"looks like a {family} from {library} with custom sizes")
@@ -110,25 +110,25 @@ def _resnet(shapes: Shapes) -> Guess | None:
     found = _RESNETS.get(("layer1.0.conv3.weight" in shapes, counts, width))
     if found is not None and shapes["conv1.weight"] != (64, 3, 7, 7):
         return Guess(f"looks like {found} with a different first convolution {shapes['conv1.weight']}")
-    return _named("torchvision", "ResNet", found)
+    return _make_guess("torchvision", "ResNet", found)
 
 
 def _vgg(shapes: Shapes) -> Guess | None:
     first = shapes["features.0.weight"]
     if first == (64, 3, 11, 11) and "classifier.6.weight" in shapes:
-        return _named("torchvision", "AlexNet", "alexnet")
+        return _make_guess("torchvision", "AlexNet", "alexnet")
     if "classifier.6.weight" not in shapes or first != (64, 3, 3, 3):
         return None
     count = sum(len(shape) == 4 for name, shape in shapes.items() if name.startswith("features."))
     size: str | None = {8: "11", 10: "13", 13: "16", 16: "19"}.get(count)
     is_standard = size is not None and shapes["classifier.0.weight"] == (4096, 25088)
     normalised = "_bn" if "features.1.running_mean" in shapes else ""
-    return _named("torchvision", "VGG", f"vgg{size}{normalised}" if is_standard else None)
+    return _make_guess("torchvision", "VGG", f"vgg{size}{normalised}" if is_standard else None)
 
 
 def _squeezenet(shapes: Shapes) -> Guess | None:
     names: dict[tuple[int, ...], str] = {(96, 3, 7, 7): "squeezenet1_0", (64, 3, 3, 3): "squeezenet1_1"}
-    return _named("torchvision", "SqueezeNet", names.get(shapes.get("features.0.weight", ())))
+    return _make_guess("torchvision", "SqueezeNet", names.get(shapes.get("features.0.weight", ())))
 
 
 def _densenet(shapes: Shapes) -> Guess | None:
@@ -137,17 +137,17 @@ def _densenet(shapes: Shapes) -> Guess | None:
         ((6, 12, 24, 16), 64): "densenet121", ((6, 12, 36, 24), 96): "densenet161", ((6, 12, 32, 32), 64): "densenet169",
         ((6, 12, 48, 32), 64): "densenet201",
     }  # fmt: skip
-    return _named("torchvision", "DenseNet", names.get((counts, shapes.get("features.conv0.weight", (0,))[0])))
+    return _make_guess("torchvision", "DenseNet", names.get((counts, shapes.get("features.conv0.weight", (0,))[0])))
 
 
 def _mobilenet_v2(shapes: Shapes) -> Guess | None:
     is_standard = shapes["features.18.0.weight"] == (1280, 320, 1, 1) and "classifier.1.weight" in shapes
-    return _named("torchvision", "MobileNetV2", "mobilenet_v2" if is_standard else None)
+    return _make_guess("torchvision", "MobileNetV2", "mobilenet_v2" if is_standard else None)
 
 
 def _mobilenet_v3(shapes: Shapes) -> Guess | None:
     names: dict[tuple[int, ...], str] = {(1024, 576): "mobilenet_v3_small", (1280, 960): "mobilenet_v3_large"}
-    return None if "classifier.3.weight" not in shapes else _named(
+    return None if "classifier.3.weight" not in shapes else _make_guess(
         "torchvision", "MobileNetV3", names.get(shapes.get("classifier.0.weight", ()))
     )  # fmt: skip
 
@@ -171,7 +171,7 @@ def _efficientnet(shapes: Shapes) -> Guess | None:
     if "classifier.1.weight" not in shapes:
         return None
     found = _EFFICIENT_NETS.get((_counts(shapes, r"features\.(\d+)\.(\d+)\.block\."), shapes["classifier.1.weight"][1]))
-    return _named("torchvision", "EfficientNet", f"efficientnet_{found}" if found else None)
+    return _make_guess("torchvision", "EfficientNet", f"efficientnet_{found}" if found else None)
 
 
 _CONVNEXTS: dict[tuple[Any, ...], str] = {
@@ -183,14 +183,14 @@ _CONVNEXTS: dict[tuple[Any, ...], str] = {
 def _convnext(shapes: Shapes) -> Guess | None:
     width = shapes.get("classifier.2.weight", (0, 0))[1]
     counts = _counts(shapes, r"features\.(\d+)\.(\d+)\.layer_scale")
-    return _named("torchvision", "ConvNeXt", _CONVNEXTS.get((counts, width)))
+    return _make_guess("torchvision", "ConvNeXt", _CONVNEXTS.get((counts, width)))
 
 
 def _convnext_of_timm(shapes: Shapes) -> Guess | None:
     width = shapes.get("head.fc.weight", (0, 0))[1]
     is_first = "stages.0.blocks.0.gamma" in shapes and len(shapes.get("stages.0.blocks.0.mlp.fc1.weight", ())) == 2
     found = _CONVNEXTS.get((_counts(shapes, r"stages\.(\d+)\.blocks\.(\d+)\."), width)) if is_first else None
-    return _named("timm", "ConvNeXt", found)
+    return _make_guess("timm", "ConvNeXt", found)
 
 
 def _vision_transformer(shapes: Shapes) -> Guess | None:
@@ -201,7 +201,9 @@ def _vision_transformer(shapes: Shapes) -> Guess | None:
     }  # fmt: skip
     is_of_224 = shapes.get("encoder.pos_embedding", (0, 0))[1] == (224 // (size[3] or 1)) ** 2 + 1
     is_standard = is_of_224 and "heads.head.weight" in shapes
-    return _named("torchvision", "vision transformer", names.get((size[0], size[3], depth)) if is_standard else None)
+    return _make_guess(
+        "torchvision", "vision transformer", names.get((size[0], size[3], depth)) if is_standard else None
+    )
 
 
 _TRANSFORMERS_OF_TIMM = {
@@ -231,22 +233,22 @@ def _transformer_of_timm(shapes: Shapes) -> Guess | None:
     is_standard = not odd & shapes.keys() and {"cls_token", "head.weight", "blocks.0.attn.qkv.bias"} <= shapes.keys()
     is_whole = side * side + 1 == shapes["pos_embed"][1]
     found = name if is_standard and is_whole and name in _TRANSFORMERS_OF_TIMM else None
-    return _named("timm", "vision transformer", found)
+    return _make_guess("timm", "vision transformer", found)
 
 
 def _swin(shapes: Shapes) -> Guess | None:
     if "features.1.0.attn.logit_scale" in shapes or "head.weight" not in shapes:
-        return _named("torchvision", "Swin transformer", None)
+        return _make_guess("torchvision", "Swin transformer", None)
     counts = _counts(shapes, r"features\.(\d+)\.(\d+)\.attn\.")
     names: dict[tuple[Any, ...], str] = {
         ((2, 2, 6, 2), 96): "swin_t",
         ((2, 2, 18, 2), 96): "swin_s",
         ((2, 2, 18, 2), 128): "swin_b",
     }
-    return _named("torchvision", "Swin transformer", names.get((counts, shapes["features.0.0.weight"][0])))
+    return _make_guess("torchvision", "Swin transformer", names.get((counts, shapes["features.0.0.weight"][0])))
 
 
-def _in_words(text: str) -> Callable[[Shapes], Guess]:
+def _describe_as(text: str) -> Callable[[Shapes], Guess]:
     return lambda shapes: Guess(f"looks like {text}")
 
 
@@ -264,12 +266,12 @@ _FAMILIES: dict[str, Callable[[Shapes], Guess | None]] = {
     "encoder.layers.encoder_layer_0.ln_1.weight": _vision_transformer,
     "blocks.0.attn.qkv.weight": _transformer_of_timm,
     "stages.0.blocks.0.conv_dw.weight": _convnext_of_timm,
-    "layers.0.blocks.0.attn.relative_position_bias_table": _in_words("a Swin transformer from timm"),
-    "conv_stem.weight": _in_words("an EfficientNet or MobileNet from timm"),
-    "inception3a.branch1.conv.weight": _in_words("GoogLeNet from torchvision"),
-    "Mixed_5b.branch1x1.conv.weight": _in_words("Inception v3 from torchvision"),
-    "trunk_output.block1.block1-0.f.a.0.weight": _in_words("a RegNet from torchvision"),
-    "stage2.0.branch1.0.weight": _in_words("a ShuffleNet v2 from torchvision"),
+    "layers.0.blocks.0.attn.relative_position_bias_table": _describe_as("a Swin transformer from timm"),
+    "conv_stem.weight": _describe_as("an EfficientNet or MobileNet from timm"),
+    "inception3a.branch1.conv.weight": _describe_as("GoogLeNet from torchvision"),
+    "Mixed_5b.branch1x1.conv.weight": _describe_as("Inception v3 from torchvision"),
+    "trunk_output.block1.block1-0.f.a.0.weight": _describe_as("a RegNet from torchvision"),
+    "stage2.0.branch1.0.weight": _describe_as("a ShuffleNet v2 from torchvision"),
 }
 _MAX_DOTS = 12
 _OF_HUGGING_FACE = (

@@ -15,9 +15,9 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.lazy import torch
 from bnncli.models.checkpoint_files import check_checksums, harmful, load_tensors, needs_trust
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256, json_sha256
-from bnncli.options.command import pasted
+from bnncli.options.command import format_command_line
 from bnncli.progress import SILENT, Progress
 from bnncli.system.input_files import convert_read_errors, open_regular
 
@@ -75,7 +75,7 @@ def shards_of(path: Path) -> Shards | None:
         if path.is_dir():
             names = sorted(entry.name for entry in path.iterdir())
             return _shards_in(path, names)
-        return _indexed(path) if path.name.endswith(INDEX_SUFFIX) and path.is_file() else None
+        return _read_index(path) if path.name.endswith(INDEX_SUFFIX) and path.is_file() else None
 
 
 def checkpoint_sha256(path: Path, progress: Progress = SILENT) -> str:
@@ -96,7 +96,7 @@ def checkpoint_sha256(path: Path, progress: Progress = SILENT) -> str:
     return json_sha256(sorted(found))
 
 
-def sharded_folder(folder: Path) -> ShardedCheckpoint | None:
+def find_sharded_folder(folder: Path) -> ShardedCheckpoint | None:
     """Return the distributed checkpoint in a folder; None for any other folder."""
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     distcp = [name for name in names if name.endswith(".distcp")]
@@ -106,18 +106,18 @@ def sharded_folder(folder: Path) -> ShardedCheckpoint | None:
     elif states:
         kind, what = "deepspeed", f"a DeepSpeed checkpoint ({len(states)} files)"
     else:
-        below = _tagged(folder) if "latest" in names else None
-        return None if below is None else sharded_folder(below)
+        below = _read_latest_tag(folder) if "latest" in names else None
+        return None if below is None else find_sharded_folder(below)
     out = folder.absolute().parent / f"{folder.absolute().name}.safetensors"
-    hint = f"merge it into one file: {pasted('convert', str(folder), str(out))}"
-    return ShardedCheckpoint(f"{quoted(folder, limit=300)} is {what}", hint, kind, folder)
+    hint = f"merge it into one file: {format_command_line('convert', str(folder), str(out))}"
+    return ShardedCheckpoint(f"{quote_name(folder, limit=300)} is {what}", hint, kind, folder)
 
 
-def sharded_file(path: Path) -> ShardedCheckpoint | None:
+def find_sharded_file(path: Path) -> ShardedCheckpoint | None:
     """Return the checkpoint in several files to which a file belongs; None for any other file."""
     match = _SHARD.fullmatch(path.name)
     if path.suffix == ".distcp" or path.name == ".metadata":
-        whole = sharded_folder(path.parent)
+        whole = find_sharded_folder(path.parent)
         if whole is not None:
             return ShardedCheckpoint(f"the file is part of a sharded checkpoint: {whole.what}", whole.hint)
         what = "the file is part of a sharded checkpoint, but the other files are not in its folder"
@@ -128,7 +128,7 @@ def sharded_file(path: Path) -> ShardedCheckpoint | None:
     return ShardedCheckpoint(what, f"give the folder: {path.parent}")
 
 
-def _tagged(folder: Path) -> Path | None:
+def _read_latest_tag(folder: Path) -> Path | None:
     """Return the folder named in DeepSpeed's `latest`."""
     try:
         tag = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
@@ -144,21 +144,21 @@ def _shards_in(folder: Path, names: list[str]) -> Shards | None:
         indexes = [name for name in names if name.endswith(f".{suffix}{INDEX_SUFFIX}")]
         if len(indexes) > 1:
             raise DataError(
-                f"{quoted(folder, limit=300)} holds {len(indexes)} sharded checkpoints: {listed(indexes)}",
+                f"{quote_name(folder, limit=300)} holds {len(indexes)} sharded checkpoints: {format_names(indexes)}",
                 code="several_states", hint=f"give one index: {folder / indexes[0]}",
             )  # fmt: skip
         if indexes:
-            return _indexed(folder / indexes[0])
+            return _read_index(folder / indexes[0])
     matches = [match for name in names if (match := _SHARD.fullmatch(name)) and int(match[3]) > 1]
     kinds = sorted({(match[4] != "safetensors", match[1], match[3], match[4]) for match in matches})
     if not kinds:
         return None
     _, stem, total, suffix = kinds[0]
     files = [f"{stem}-{place:05}-of-{total}.{suffix}" for place in range(1, int(total) + 1)]
-    return _found(folder, files, None, {})
+    return _check_shards(folder, files, None, {})
 
 
-def _indexed(index: Path) -> Shards:
+def _read_index(index: Path) -> Shards:
     """Return the shards of an index."""
     with open_regular(index) as stream:
         text = stream.read()
@@ -171,22 +171,23 @@ def _indexed(index: Path) -> Shards:
         is_plain, weight_map = False, {}
     if not is_plain or not weight_map:
         raise DataError(
-            f"{quoted(index, limit=300)} lists no shards: expected a weight_map from tensors to files",
+            f"{quote_name(index, limit=300)} lists no shards: expected a weight_map from tensors to files",
             code="bad_index", path=index, hint="copy or download it again",
         )  # fmt: skip
     odd = sorted({file for file in weight_map.values() if "/" in file or "\0" in file or file in ("", ".", "..")})
     if odd:
         raise DataError(
-            f"{quoted(index, limit=300)} refers to {quoted(odd[0])}, which is outside its folder", code="bad_index"
+            f"{quote_name(index, limit=300)} refers to {quote_name(odd[0])}, which is outside its folder",
+            code="bad_index",
         )
-    return _found(index.parent, sorted(set(weight_map.values())), index, weight_map)
+    return _check_shards(index.parent, sorted(set(weight_map.values())), index, weight_map)
 
 
-def _found(folder: Path, names: list[str], index: Path | None, weight_map: dict[str, str]) -> Shards:
+def _check_shards(folder: Path, names: list[str], index: Path | None, weight_map: dict[str, str]) -> Shards:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise MissingInput(
-            f"{quoted(folder, limit=300)} is missing {len(missing)} of its {len(names)} shards: {listed(missing)}",
+            f"{quote_name(folder, limit=300)} is missing {len(missing)} of its {len(names)} shards: {format_names(missing)}",
             code="missing_shards", path=folder, hint="copy or download all of them",
         )  # fmt: skip
     return Shards(tuple(folder / name for name in names), index, weight_map)
@@ -219,9 +220,9 @@ def read_distributed(folder: Path) -> dict[str, Any]:
         Untrusted: its metadata refers to a class other than tensor descriptions.
     """
     try:
-        return _distributed(folder)
+        return _load_distributed_state(folder)
     except (*_DAMAGE, EOFError, OverflowError, pickle.UnpicklingError, MemoryError) as error:
-        what = f"{quoted(folder, limit=300)}: the distributed checkpoint is damaged"
+        what = f"{quote_name(folder, limit=300)}: the distributed checkpoint is damaged"
         raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
 
 
@@ -235,11 +236,11 @@ def describe_tensors(folder: Path) -> dict[str, str]:
             for name, entry in entries.items() if hasattr(entry, "chunks")
         }  # fmt: skip
     except (*_DAMAGE, EOFError, OverflowError, pickle.UnpicklingError, MemoryError) as error:
-        what = f"{quoted(folder, limit=300)}: the distributed checkpoint is damaged"
+        what = f"{quote_name(folder, limit=300)}: the distributed checkpoint is damaged"
         raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
 
 
-def _distributed(folder: Path) -> dict[str, Any]:
+def _load_distributed_state(folder: Path) -> dict[str, Any]:
     with open_regular(folder / METADATA) as stream:
         metadata = _Descriptions(stream).load()
     kept = {
@@ -256,7 +257,8 @@ def _distributed(folder: Path) -> dict[str, Any]:
     for name in sorted(places):
         if "/" in name or name in ("", ".", ".."):
             raise DataError(
-                f"{quoted(folder, limit=300)} refers to {quoted(name)}, which is outside the folder", code="bad_index"
+                f"{quote_name(folder, limit=300)} refers to {quote_name(name)}, which is outside the folder",
+                code="bad_index",
             )
         with open_regular(folder / name) as stream:
             for index, place in places[name]:
@@ -264,11 +266,11 @@ def _distributed(folder: Path) -> dict[str, Any]:
                 _part_of(state[index.fqn], index, part).copy_(part)
                 numbers = _part_of(is_filled[index.fqn], index, part)
                 if bool(numbers.any()):
-                    message = f"{quoted(folder, limit=300)} has overlapping parts of {quoted(index.fqn)}"
+                    message = f"{quote_name(folder, limit=300)} has overlapping parts of {quote_name(index.fqn)}"
                     raise DataError(message, code="bad_index")
                 numbers.fill_(True)
     if short := [name for name, numbers in is_filled.items() if not bool(numbers.all())]:
-        raise DataError(f"{quoted(folder, limit=300)} is missing parts of {listed(short)}", code="truncated")
+        raise DataError(f"{quote_name(folder, limit=300)} is missing parts of {format_names(short)}", code="truncated")
     nested: dict[str, Any] = {}
     for name, tensor in state.items():
         *above, last = _path(metadata, name)
@@ -286,7 +288,7 @@ class _Descriptions(pickle.Unpickler):
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in _OF_METADATA.get(module, ()) and not is_type:
             raise Untrusted(
-                f"the checkpoint's {METADATA} refers to {quoted(f'{module}.{name}')}, which is not needed to "
+                f"the checkpoint's {METADATA} refers to {quote_name(f'{module}.{name}')}, which is not needed to "
                 "describe tensors; nothing was run",
                 code="needs_code",
             )
@@ -302,7 +304,9 @@ def _path(metadata: Any, name: str) -> Sequence[Any]:
 def _slice(stream: IO[bytes], place: Any) -> Tensor:
     """Load the tensor in a section of a file."""
     if getattr(place, "transform_descriptors", None):
-        raise DataError(f"its files use unsupported transforms: {listed(place.transform_descriptors)}", code="packed")
+        raise DataError(
+            f"its files use unsupported transforms: {format_names(place.transform_descriptors)}", code="packed"
+        )
     is_there = place.offset >= 0 and 0 < place.length <= stream.seek(0, 2) - place.offset
     stream.seek(place.offset if is_there else 0)
     tensor = None
@@ -342,44 +346,49 @@ def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
     models = [name for name in names if name.endswith("_model_states.pt")]
     if any("mp_rank_00" not in name for name in models):
         raise DataError(
-            f"{quoted(folder, limit=300)} is split across tensor-parallel ranks, which is not supported", code="packed"
+            f"{quote_name(folder, limit=300)} is split across tensor-parallel ranks, which is not supported",
+            code="packed",
         )
     if not models:
-        raise MissingInput(f"no ..._model_states.pt in {quoted(folder, limit=300)}", path=folder)
-    saved = _inert(folder / models[0])
+        raise MissingInput(f"no ..._model_states.pt in {quote_name(folder, limit=300)}", path=folder)
+    saved = _load_with_stand_ins(folder / models[0])
     optimizers = {rank: name for name in names if name.endswith("_optim_states.pt") for rank in [_rank_of(name)]}
     try:
         if not optimizers:
-            return _as_it_ran(
+            return _read_running_weights(
                 folder, saved
             ), "the weights in the network's own precision; the optimizer's float32 copies are missing"
         lack = sorted({*range(max(optimizers) + 1)} - {*optimizers})
-        ranks = [_inert(folder / optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
+        ranks = [_load_with_stand_ins(folder / optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
         count = ranks[0]["partition_count"]
         count = max(count) if isinstance(count, Sequence) else count
         if lack or len(ranks) != count:
             raise MissingInput(
-                f"{quoted(folder, limit=300)} has optimizer files from {len(ranks)} ranks, expected {count}",
+                f"{quote_name(folder, limit=300)} has optimizer files from {len(ranks)} ranks, expected {count}",
                 code="missing_shards", path=folder, hint="copy or download all of them",
             )  # fmt: skip
         shapes = {name: shape for group in saved["param_shapes"] for name, shape in group.items()}
         _check_size(folder, (4 * math.prod(shape) for shape in shapes.values()))
-        merged = _sliced(saved["param_shapes"], ranks) if ranks[0]["zero_stage"] <= 2 else _gathered(shapes, ranks)
-        state = {**_kept(saved), **merged}
+        merged = (
+            _join_slices(saved["param_shapes"], ranks)
+            if ranks[0]["zero_stage"] <= 2
+            else _gather_partitions(shapes, ranks)
+        )
+        state = {**_select_buffers(saved), **merged}
         state |= {
             name: state[other] for name, other in dict(saved.get("shared_params") or {}).items() if other in state
         }
         return state, f"float32 weights from {len(ranks)} ranks"
     except _DAMAGE as error:
-        what = f"{quoted(folder, limit=300)}: the DeepSpeed checkpoint is damaged or has an unknown layout"
+        what = f"{quote_name(folder, limit=300)}: the DeepSpeed checkpoint is damaged or has an unknown layout"
         raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
 
 
-def _as_it_ran(folder: Path, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def _read_running_weights(folder: Path, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     state = dict(saved["module"])
     if any(tensor.numel() == 0 and name in _names_of_parameters(saved) for name, tensor in state.items()):
         raise MissingInput(
-            f"no ..._optim_states.pt in {quoted(folder, limit=300)}; these files hold the weights", path=folder
+            f"no ..._optim_states.pt in {quote_name(folder, limit=300)}; these files hold the weights", path=folder
         )
     return state
 
@@ -388,21 +397,21 @@ def _names_of_parameters(saved: Mapping[str, Any]) -> set[str]:
     return {name for group in saved.get("param_shapes") or [] for name, shape in group.items() if math.prod(shape)}
 
 
-def _kept(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def _select_buffers(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return buffers and frozen parameters, if every rank has all of them."""
     module, buffers = saved["module"], saved.get("buffer_names") or []
     frozen = saved.get("frozen_param_fragments") or {}
     shapes = saved.get("frozen_param_shapes") or {}
     whole = {name: part for name, part in frozen.items() if part.numel() == math.prod(shapes[name])}
     if split := frozen.keys() - whole.keys():
-        raise ValueError(f"frozen parameters are split across ranks: {listed(sorted(split))}")
+        raise ValueError(f"frozen parameters are split across ranks: {format_names(sorted(split))}")
     return {
         **{name: module[name].float() for name in buffers},
         **{n: p.float().view(shapes[n]) for n, p in whole.items()},
     }
 
 
-def _sliced(groups: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def _join_slices(groups: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """ZeRO 1 and 2: each rank has a section of every flat group."""
     found: dict[str, Tensor] = {}
     for place, shapes in enumerate(groups):
@@ -413,7 +422,7 @@ def _sliced(groups: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, An
     return found
 
 
-def _gathered(shapes: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def _gather_partitions(shapes: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """ZeRO 3: each rank has a section of every parameter."""
     flat = [torch.cat(list(rank["fp32_flat_groups"])) for rank in ranks]
     found: dict[str, Tensor] = {}
@@ -431,7 +440,7 @@ def _rank_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _inert(path: Path) -> Any:
+def _load_with_stand_ins(path: Path) -> Any:
     """Load a DeepSpeed file with inert stand-ins for its own classes."""
     with open_regular(path) as stream:
         check_checksums(stream)

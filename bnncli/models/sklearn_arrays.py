@@ -15,8 +15,8 @@ import numpy as np
 
 from bnncli.errors import DataError, Untrusted
 from bnncli.models.checkpoint_files import check_members, list_globals, needs_trust, sniff
-from bnncli.names import listed, quoted
-from bnncli.options.command import pasted
+from bnncli.names import format_names, quote_name
+from bnncli.options.command import format_command_line
 from bnncli.system.input_files import open_regular
 
 NAMES = ("coef_", "intercept_", "classes_", "mean_", "scale_")  # of the arrays; the first is required
@@ -53,7 +53,7 @@ class Estimator:
     @classmethod
     def of(cls, model: object) -> Estimator:
         """Convert an object, including nested estimators."""
-        own = {name: _seen(value) for name, value in vars(model).items()}
+        own = {name: _convert_estimators(value) for name, value in vars(model).items()}
         return cls(type(model).__name__, own)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -61,9 +61,9 @@ class Estimator:
         return self.attributes.get(name, default)
 
 
-def _seen(value: Any) -> Any:
+def _convert_estimators(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_seen(one) for one in value]
+        return [_convert_estimators(one) for one in value]
     is_estimator = type(value).__module__.startswith("sklearn.") and hasattr(value, "__dict__")
     return Estimator.of(value) if is_estimator else value
 
@@ -79,7 +79,7 @@ def arrays_of(model: Estimator) -> dict[str, np.ndarray]:
     steps = [one[1] for one in model.get("steps")] if model.name == "Pipeline" else [model]
     for step in steps[:-1]:
         if step is not None and step != "passthrough":
-            own_shift, own_scale = _scaling(step)
+            own_shift, own_scale = _read_scaling(step)
             shift, scale = shift + own_shift * scale, scale * own_scale
     found = _coefficients(steps[-1])
     if len(steps) > 1:
@@ -94,21 +94,21 @@ def _coefficients(model: Any) -> dict[str, np.ndarray]:
     is_logistic = name in ("LogisticRegression", "LogisticRegressionCV")
     if name in _NO_LIKELIHOOD or (name == "SGDClassifier" and model.get("loss") not in ("log_loss", "log")):
         loss = f" with loss {model.get('loss')!r}" if name == "SGDClassifier" else ""
-        raise _refused(f"a {name}{loss} has no likelihood: its scores are margins, not log probabilities")
+        raise _refusal_error(f"a {name}{loss} has no likelihood: its scores are margins, not log probabilities")
     if name == "CalibratedClassifierCV":
-        raise _refused(
+        raise _refusal_error(
             f"a {name} averages the probabilities of several calibrated models; expected a single linear layer"
         )
     if not is_logistic and name != "SGDClassifier":
-        raise _refused(
+        raise _refusal_error(
             f"expected a LogisticRegression or SGDClassifier, optionally after scalers in a Pipeline; got {name}"
         )
     if "coef_" not in model.attributes:
-        raise _refused(f"the {name} is not fitted: it has no coef_")
+        raise _refusal_error(f"the {name} is not fitted: it has no coef_")
     classes, coefficients = np.asarray(model.get("classes_")), np.asarray(model.get("coef_"), dtype=float)
     way = model.get("multi_class", "auto")
     if len(classes) > 2 and (name == "SGDClassifier" or way == "ovr" or model.get("solver") == "liblinear"):
-        raise _refused(
+        raise _refusal_error(
             f"this {name} trains one classifier for each of {len(classes)} classes (one-vs-rest), so its "
             "probabilities are not a softmax of its scores; fit a LogisticRegression with solver lbfgs"
         )
@@ -121,7 +121,7 @@ def _coefficients(model: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def _scaling(step: Any) -> tuple[np.ndarray, np.ndarray]:
+def _read_scaling(step: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return what a scaler subtracts and divides by."""
     name = step.name if isinstance(step, Estimator) else type(step).__name__
     if name == "MinMaxScaler" and not step.get("clip"):
@@ -129,7 +129,7 @@ def _scaling(step: Any) -> tuple[np.ndarray, np.ndarray]:
         return -np.asarray(step.get("min_")) * divisor, divisor
     if name not in _SCALERS:
         clips = " that clips" if name == "MinMaxScaler" else ""
-        raise _refused(
+        raise _refusal_error(
             f"the step {name}{clips} before the classifier is not supported; expected a scaler that acts on each "
             f"feature separately: {', '.join(_SCALERS)}, MinMaxScaler"
         )
@@ -141,7 +141,7 @@ def _scaling(step: Any) -> tuple[np.ndarray, np.ndarray]:
     return own_shift, own_scale
 
 
-def _refused(message: str) -> DataError:
+def _refusal_error(message: str) -> DataError:
     return DataError(message, code="not_the_head")
 
 
@@ -158,12 +158,12 @@ def read_skops(path: Path) -> Estimator:
             return _read_skops(stream)
         except (DataError, Untrusted) as error:
             raise type(error)(
-                f"{quoted(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
+                f"{quote_name(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
             ) from error
         except _DAMAGE as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise DataError(
-                f"{quoted(path, limit=300)}: cannot read the skops file ({why})", code="bad_skops", path=path
+                f"{quote_name(path, limit=300)}: cannot read the skops file ({why})", code="bad_skops", path=path
             ) from error
 
 
@@ -179,7 +179,7 @@ def _read_skops(stream: IO[bytes]) -> Estimator:
         odd = sorted({name for name in _types(schema) if name.partition(".")[0] not in _KNOWN})
         if odd:
             raise Untrusted(
-                f"it contains types from outside scikit-learn: {listed(odd, limit=10)}; nothing was loaded", code="needs_code",
+                f"it contains types from outside scikit-learn: {format_names(odd, limit=10)}; nothing was loaded", code="needs_code",
                 hint="save the arrays coef_, intercept_ and classes_ with numpy.savez, and use that file",
             )  # fmt: skip
         found = _SkopsReader(archive).value(schema)
@@ -260,17 +260,17 @@ def convert_classifier(path: Path, target: Path, *, trust_pickle: bool) -> dict[
         names = list_globals(stream, "pickle") if is_pickle and not trust_pickle else []
     try:
         if is_pickle and not trust_pickle:
-            hint = f"if you trust this file, run: {pasted('convert', str(path), str(target), trust_pickle=True)}"
+            hint = f"if you trust this file, run: {format_command_line('convert', str(path), str(target), trust_pickle=True)}"
             raise Untrusted(needs_trust(names).message, code="needs_code", hint=hint)
-        found = arrays_of(_unpickled(path) if is_pickle else read_skops(path))
+        found = arrays_of(_unpickle(path) if is_pickle else read_skops(path))
     except (DataError, Untrusted) as error:
-        shown = quoted(path, limit=300)
+        shown = quote_name(path, limit=300)
         message = error.message if error.message.startswith(shown) else f"{shown}: {error.message}"
         raise type(error)(message, hint=error.hint, code=error.code, path=path) from error
     return {name: array.astype(str) if array.dtype.kind == "O" else array for name, array in found.items()}
 
 
-def _unpickled(path: Path) -> Estimator:
+def _unpickle(path: Path) -> Estimator:
     """Load the estimator in a pickle, running its code; joblib reads plain pickles too."""
     import joblib  # a dependency of scikit-learn
 

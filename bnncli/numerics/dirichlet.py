@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
 from bnncli.lazy import special, torch
-from bnncli.names import not_one_of
+from bnncli.names import unknown_value_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,7 +185,7 @@ def ranked_lengths(
         UsageError: rule, threshold or cap is invalid.
     """
     if rule not in RULES:
-        raise not_one_of("top-k rule", rule, RULES)
+        raise unknown_value_error("top-k rule", rule, RULES)
     if not 0 < threshold < 1:
         raise UsageError(f"top-k threshold: expected a number between 0 and 1; got {threshold}")
     if cap < 1:

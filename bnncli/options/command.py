@@ -12,11 +12,19 @@ from typing import Any
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.options.declaration import Checked, check_artifact_name, declaration, declared, flag_of, made, option
+from bnncli.options.declaration import (
+    CheckedOptions,
+    check_artifact_name,
+    declaration,
+    flag_of,
+    made,
+    map_options,
+    option,
+)
 
 
 @dataclass(frozen=True)
-class CommonOptions(Checked):
+class CommonOptions(CheckedOptions):
     """Options of every command: streams, verbosity, configuration."""
 
     json: bool = option(False, "Print one JSON document on stdout instead of text.", env_common=True)
@@ -41,7 +49,7 @@ class CommonOptions(Checked):
 
 
 @dataclass(frozen=True)
-class RunOptions(Checked):
+class RunOptions(CheckedOptions):
     """Options of commands that use a run folder."""
 
     run_dir: str | None = option(
@@ -53,7 +61,7 @@ class RunOptions(Checked):
 
 
 @dataclass(frozen=True)
-class WriteOptions(Checked):
+class WriteOptions(CheckedOptions):
     """Options of commands that write artifacts."""
 
     force: bool = option(False, "Recompute and replace existing output.", short="-f")
@@ -61,7 +69,7 @@ class WriteOptions(Checked):
 
 
 @dataclass(frozen=True)
-class LockOptions(Checked):
+class LockOptions(CheckedOptions):
     """Options of commands that lock their outputs."""
 
     wait: float = option(
@@ -73,7 +81,7 @@ class LockOptions(Checked):
 
 
 @dataclass(frozen=True)
-class InputOptions(Checked):
+class InputOptions(CheckedOptions):
     """Options of commands that take artifacts as inputs."""
 
     allow_stale: bool = option(
@@ -96,7 +104,7 @@ def accept_poor_network_option(*, is_recorded: bool = True) -> Any:
 
 
 @dataclass(frozen=True)
-class ComputeOptions(Checked):
+class ComputeOptions(CheckedOptions):
     """Options of commands that compute."""
 
     seed: int = option(0, "Random seed.", minimum=0, env_common=True)
@@ -114,14 +122,14 @@ class ComputeOptions(Checked):
 
 
 @dataclass(frozen=True)
-class RecordOptions(Checked):
+class RecordOptions(CheckedOptions):
     """Options of commands that record provenance."""
 
     record_host: bool = option(False, "Record this machine's name in the artifact.", env_common=True)
 
 
 @dataclass(frozen=True)
-class NameOptions(Checked):
+class NameOptions(CheckedOptions):
     """Options that name the output artifact."""
 
     name: str | None = option(None, "Name of the artifact. Default: the method's name.", metavar="NAME", group="Output")
@@ -192,16 +200,16 @@ class Command:
         return self.name.replace("-", "_")
 
 
-def own_options(**specs: Any) -> type[Checked]:
+def own_options(**specs: Any) -> type[CheckedOptions]:
     """Build an option class from keyword arguments made by `option`; types follow the defaults."""
     found = []
     for name, spec in specs.items():
         is_list = spec.default is MISSING
         found.append((name, list[str] if is_list else str | None if spec.default is None else type(spec.default), spec))
-    return make_dataclass("OwnOptions", found, bases=(Checked,), frozen=True)
+    return make_dataclass("OwnOptions", found, bases=(CheckedOptions,), frozen=True)
 
 
-Groups = Sequence[type[Checked]]
+Groups = Sequence[type[CheckedOptions]]
 Part = tuple[str | None, str]  # option name (None for a positional argument) and value as typed
 MAX_LENGTH = 10_000  # of all words together; a list of data sets may be long
 # Options left to the user who pastes the command: output streams, the run folder, overwriting.
@@ -220,7 +228,7 @@ class CommandLine:
     """
 
     command: str
-    groups: tuple[type[Checked], ...]
+    groups: tuple[type[CheckedOptions], ...]
     parts: tuple[Part, ...]
 
     @classmethod
@@ -233,7 +241,7 @@ class CommandLine:
         return cls(command, tuple(groups), tuple(_parse(words, tuple(groups))))
 
     @classmethod
-    def of(cls, command: str, argument: str, *options: Checked) -> CommandLine:
+    def of(cls, command: str, argument: str, *options: CheckedOptions) -> CommandLine:
         """Return the command line that sets the options that differ from their defaults."""
         line = cls(command, tuple(type(group) for group in options), ((None, argument),))
         for group in options:
@@ -282,7 +290,7 @@ class CommandLine:
         return found
 
 
-def pasted(command: str, /, *arguments: str, **options: object) -> str:
+def format_command_line(command: str, /, *arguments: str, **options: object) -> str:
     """Return a shell command line: pasted("predict", "c.pt", integrator="mc", qmc=True)."""
     groups = declaration("commands", command, "COMMAND").groups
     line = CommandLine(command, groups, tuple((None, argument) for argument in arguments))
@@ -328,7 +336,7 @@ def _takes_many(command: str) -> bool:
     return len(arguments) > 1 and bool(arguments[-1].is_many)
 
 
-def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[Part]:
+def _parse(words: Sequence[str], groups: tuple[type[CheckedOptions], ...]) -> Iterator[Part]:
     """Yield option names with their values as typed, and None with arguments. Raises LookupError."""
     names = {name: spec.name for spec, _ in _options(groups).values() for name in _names(spec)}
     rest = list(words)
@@ -365,11 +373,11 @@ def _check(line: CommandLine, *, is_of_many: bool) -> None:
 
 
 @functools.cache
-def _options(groups: tuple[type[Checked], ...]) -> dict[str, tuple[Field[typing.Any], typing.Any]]:
+def _options(groups: tuple[type[CheckedOptions], ...]) -> dict[str, tuple[Field[typing.Any], typing.Any]]:
     """Map each option of a command to its field and type."""
     found: dict[str, tuple[Field[typing.Any], typing.Any]] = {}
     for group in groups:
-        found |= declared(group)
+        found |= map_options(group)
     return found
 
 
@@ -377,7 +385,7 @@ def _names(spec: Field[typing.Any]) -> list[str]:
     return [flag_of(spec.name), *([spec.metadata["short"]] if spec.metadata["short"] else [])]
 
 
-def _is_alone(name: str, groups: tuple[type[Checked], ...]) -> bool:
+def _is_alone(name: str, groups: tuple[type[CheckedOptions], ...]) -> bool:
     """Return whether an option takes no value; -v is counted."""
     return name == "verbose" or _kind(_options(groups)[name][1]) is bool
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.names import not_one_of
+from bnncli.names import unknown_value_error
 
 # An unindented statement with its decorators; the names that it imports or defines.
 _BLOCK = re.compile(r"^(?:@.*\n(?:[ \t)\]}].*\n)*)*[A-Za-z_].*\n(?:(?:[ \t)\]}#].*)?\n)*", re.MULTILINE)
@@ -85,7 +85,7 @@ class Form(NamedTuple):
     about: str = ""
 
 
-def forms(family: str = "data") -> list[str]:
+def list_forms(family: str = "data") -> list[str]:
     """Return the syntax of each kind of data or model."""
     return [form.text for form in sorted(declarations(family, "FORM").values(), key=lambda form: form.place)]
 
@@ -106,7 +106,7 @@ def declaration(family: str, part: str, name: str) -> Any:
     module = ModuleType(f"{__name__}:{family}/{part}")  # dataclasses and type hints look up their module by name
     sys.modules[module.__name__] = module
     try:
-        exec(compile("\n".join(_needed(name, blocks)), str(path), "exec"), module.__dict__)
+        exec(compile("\n".join(_collect_statements(name, blocks)), str(path), "exec"), module.__dict__)
     except (SyntaxError, ValueError, TypeError, LookupError, AttributeError, ImportError, NameError) as error:
         raise registry.broken(family, part, f"{name} cannot be read: {type(error).__name__}: {error}") from error
     return module.__dict__[name]
@@ -128,7 +128,7 @@ def _top_level_blocks(text: str) -> dict[str, str]:
     return found
 
 
-def _needed(name: str, blocks: Mapping[str, str]) -> list[str]:
+def _collect_statements(name: str, blocks: Mapping[str, str]) -> list[str]:
     """Return the statements that `name` needs, in file order, its own last."""
     needed, waiting = {name}, [name]
     while waiting:
@@ -179,7 +179,7 @@ def settings_of(family: str) -> Mapping[str, Setting]:
         for name, setting in settings.items():
             by_name.setdefault(name, {})[part] = setting
             first, (example, *_) = next(iter(by_name[name])), by_name[name].values()
-            if _shared(setting) != _shared(example):
+            if _collect_shared_fields(setting) != _collect_shared_fields(example):
                 raise registry.broken(family, part, f"its setting {name} is not the one that {first} declares")
     merged = {
         name: replace(next(iter(of.values())), text=_help(of), parts=", ".join(of)) for name, of in by_name.items()
@@ -187,7 +187,7 @@ def settings_of(family: str) -> Mapping[str, Setting]:
     return dict(sorted(merged.items(), key=lambda item: item[1].place))
 
 
-def _shared(setting: Setting) -> tuple[Any, ...]:
+def _collect_shared_fields(setting: Setting) -> tuple[Any, ...]:
     """Return the fields that all parts must agree on."""
     choices = setting.choices if setting.is_closed else None
     return setting.text, setting.type, choices, setting.minimum, setting.maximum, setting.place
@@ -265,7 +265,9 @@ def option(
 Declared = dict[str, tuple["Field[Any]", Any]]  # option name to dataclass field and resolved type
 
 
-def collected(source: str | Callable[[], Declared], *, recorded: tuple[str, ...] = (), numeric: bool = True) -> Any:
+def declare_option_group(
+    source: str | Callable[[], Declared], *, recorded: tuple[str, ...] = (), numeric: bool = True
+) -> Any:
     """Declare a dataclass field that collects the values of several options by name.
 
     Args:
@@ -275,7 +277,7 @@ def collected(source: str | Callable[[], Declared], *, recorded: tuple[str, ...]
             change existing artifacts.
         numeric: as in `option`, for all of them.
     """
-    look_up = partial(_of_parts, source) if isinstance(source, str) else source
+    look_up = partial(_declare_part_settings, source) if isinstance(source, str) else source
     meta = {"collected": look_up, "is_complete": callable(source), "recorded": recorded, "numeric": numeric}
     return field(default_factory=dict, metadata=meta)
 
@@ -283,13 +285,13 @@ def collected(source: str | Callable[[], Declared], *, recorded: tuple[str, ...]
 Options = TypeVar("Options")
 
 
-def declared(group: type) -> Declared:
+def map_options(group: type) -> Declared:
     """Map each option of an option class to its dataclass field and resolved type."""
-    return _declared(group)
+    return _map_options(group)
 
 
 @cache
-def _declared(group: type) -> Declared:
+def _map_options(group: type) -> Declared:
     """Cached, because every command asks for the options of all commands and resolving types is slow."""
     hints, found = get_type_hints(group), Declared()
     for spec in fields(group):
@@ -311,13 +313,13 @@ def _is_collected(spec: Field[Any]) -> bool:
     return "collected" in spec.metadata
 
 
-def declared_as(name: str, hint: Any, spec: Any) -> tuple[Field[Any], Any]:
+def declare_option(name: str, hint: Any, spec: Any) -> tuple[Field[Any], Any]:
     """Return an option made by `option`, with this name and type."""
     return fields(make_dataclass("_Option", [(name, hint, spec)]))[0], hint
 
 
 @cache
-def _of_parts(family: str) -> Declared:
+def _declare_part_settings(family: str) -> Declared:
     """Return options for a family's settings, unset by default so that the part chooses."""
     found = {}
     for name, setting in settings_of(family).items():
@@ -333,14 +335,14 @@ def _of_parts(family: str) -> Declared:
             group=f"Settings of {setting.parts}",
             is_rare=True,
         )
-        found[name] = declared_as(name, hint, spec)
+        found[name] = declare_option(name, hint, spec)
     return found
 
 
 def help_of(spec: Field[Any]) -> str:
     """Return the help text of an option."""
     text = spec.metadata["help"]
-    return str(spelled(text() if callable(text) else text))
+    return str(spell_options(text() if callable(text) else text))
 
 
 def flag_of(name: str) -> str:
@@ -348,7 +350,7 @@ def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-def spelled(value: Any, spell: Callable[[str], str] = flag_of) -> Any:
+def spell_options(value: Any, spell: Callable[[str], str] = flag_of) -> Any:
     """Replace the option markers (errors.BnnError) in texts by the options as the user writes them.
 
     Args:
@@ -358,8 +360,8 @@ def spelled(value: Any, spell: Callable[[str], str] = flag_of) -> Any:
     if isinstance(value, str):
         return _FIELD.sub(lambda found: spell(found[1]), value)
     if isinstance(value, list):
-        return [spelled(one, spell) for one in value]
-    return {name: spelled(one, spell) for name, one in value.items()} if isinstance(value, dict) else value
+        return [spell_options(one, spell) for one in value]
+    return {name: spell_options(one, spell) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def choices_of(meta: Any) -> list[str]:
@@ -379,7 +381,7 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
         return
     for item in value if isinstance(value, list) else [value]:
         if not _is_choice(meta, item):
-            raise not_one_of(where, item, choices_of(meta))
+            raise unknown_value_error(where, item, choices_of(meta))
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"{where}: expected a finite number; got {value}")
     low, high = meta["minimum"], meta["maximum"]
@@ -405,7 +407,7 @@ def _is_choice(meta: Any, item: Any) -> bool:
     return meta["family"] is not None and registry.has_name(meta["family"], item)
 
 
-class Checked:
+class CheckedOptions:
     """Base of option classes: checks choices and bounds of every field on construction."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.options.declaration import Checked, check_suffix, collected, declarations, option
+from bnncli.options.declaration import CheckedOptions, check_suffix, declarations, declare_option_group, option
 from bnncli.options.shared import chosen_layers_option, trust_code_option
 
 STDIN = "-"  # file name that means reading file names from stdin
@@ -19,7 +19,7 @@ def _samples_help() -> str:
 
 
 @dataclass(frozen=True)
-class PredictOptions(Checked):
+class PredictOptions(CheckedOptions):
     """Options of predict; `settings` holds the options that integrators declare."""
 
     posterior: list[str] = option(
@@ -78,7 +78,7 @@ class PredictOptions(Checked):
     keep_samples: bool = option(
         False, "Also store the probabilities of every draw (float16).", numeric=False, group="Output", is_rare=True
     )
-    settings: dict[str, Any] = collected("integrators")
+    settings: dict[str, Any] = declare_option_group("integrators")
     top_k: str | None = option(
         None,
         "Count the top classes whose intervals overlap with that of the previous class (neighbor) or of the "

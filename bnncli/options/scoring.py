@@ -14,8 +14,16 @@ from bnncli.errors import UsageError
 from bnncli.evaluation import detectors, scores
 from bnncli.evaluation.scores import ScoreOption, all_scores
 from bnncli.likelihoods import TASKS
-from bnncli.names import near_miss, not_one_of
-from bnncli.options.declaration import Checked, Declared, check_split_name, check_suffix, collected, declared_as, option
+from bnncli.names import near_miss, unknown_value_error
+from bnncli.options.declaration import (
+    CheckedOptions,
+    Declared,
+    check_split_name,
+    check_suffix,
+    declare_option,
+    declare_option_group,
+    option,
+)
 from bnncli.options.shared import check_variant, chosen_layers_option
 
 GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], then <=, <, >=, >, == or !=, then a number or another score"
@@ -136,7 +144,7 @@ def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quanti
             hint=near_miss(metric, metrics),
         )
     if part is not None and part not in PARTS:
-        raise not_one_of(f"{flag} {text}: part of {metric}", part, PARTS)
+        raise unknown_value_error(f"{flag} {text}: part of {metric}", part, PARTS)
     if part in _OF_FLOORS and not all_scores()[metric].has_floor:
         owners = ", ".join(name for name, score in all_scores().items() if score.has_floor and name in metrics)
         raise UsageError(
@@ -150,32 +158,32 @@ def _refusal(flag: str, text: str) -> UsageError:
 
 
 @cache
-def of_scores() -> Declared:
+def declare_score_options() -> Declared:
     """Return the options of all scores, for evaluate."""
-    return _declared(scores.score_options())
+    return _declare_options(scores.score_options())
 
 
 @cache
-def of_predicted_scores() -> Declared:
+def declare_prediction_score_options() -> Declared:
     """Return the options of scores that need only predictions, for score."""
     names = {name for score in scores.all_scores().values() if score.of_split is not None for name in score.options}
-    return _declared({name: one for name, one in scores.score_options().items() if name in names})
+    return _declare_options({name: one for name, one in scores.score_options().items() if name in names})
 
 
 @cache
-def of_detectors() -> Declared:
+def declare_detector_options() -> Declared:
     """Return the options of detectors, for evaluate."""
-    return _declared(detectors.detector_options())
+    return _declare_options(detectors.detector_options())
 
 
 @cache
-def of_compared_scores() -> Declared:
+def declare_comparison_options() -> Declared:
     """Return the options of scores that compare also takes."""
     every = scores.score_options()
-    return _declared({name: replace(one, text=one.in_compare) for name, one in every.items() if one.in_compare})
+    return _declare_options({name: replace(one, text=one.in_compare) for name, one in every.items() if one.in_compare})
 
 
-def _declared(options: Mapping[str, ScoreOption]) -> Declared:
+def _declare_options(options: Mapping[str, ScoreOption]) -> Declared:
     found = {}
     for name, one in options.items():
         hint = one.type | None if one.default is None else one.type
@@ -190,7 +198,7 @@ def _declared(options: Mapping[str, ScoreOption]) -> Declared:
             group="Scores",
             is_rare=True,
         )
-        found[name] = declared_as(name, hint, spec)
+        found[name] = declare_option(name, hint, spec)
     return found
 
 
@@ -198,12 +206,12 @@ def _metrics() -> tuple[str, ...]:
     return tuple(all_scores())
 
 
-def _evaluated_scores() -> tuple[str, ...]:
+def _list_evaluate_choices() -> tuple[str, ...]:
     return *detectors.prediction_detectors(), *detectors.feature_detectors(), "all"
 
 
 @dataclass(frozen=True)
-class ShownScores(Checked):
+class ShownScores(CheckedOptions):
     """Options of commands that score: which scores to show and assert."""
 
     metric: list[str] = option(
@@ -283,10 +291,10 @@ class EvaluateOptions(ShownScores):
         [],
         "Score that detects out-of-distribution examples, from predictions or features. Default: combined, else "
         "mutual_info or max_prob.",
-        choices=_evaluated_scores,
+        choices=_list_evaluate_choices,
         group="Scores",
     )
-    detector_settings: dict[str, Any] = collected(of_detectors, numeric=False)
+    detector_settings: dict[str, Any] = declare_option_group(declare_detector_options, numeric=False)
     reference: str | None = option(
         None,
         "Compare all predictions with those of this posterior (hmc, hmc.mc) or file: agreement, divergences, "
@@ -296,7 +304,7 @@ class EvaluateOptions(ShownScores):
         group="Scores",
         is_rare=True,
     )
-    settings: dict[str, Any] = collected(of_scores)
+    settings: dict[str, Any] = declare_option_group(declare_score_options)
     bootstrap: int = option(
         1000,
         "Number of bootstrap replicates over examples, for standard errors and intervals. 0 turns both off.",
@@ -343,7 +351,7 @@ REPLICATES = 1000  # default number of bootstrap replicates, up to MOST_ROWS row
 MOST_ROWS = 100_000  # with more rows, 1000 replicates take minutes and intervals are narrow anyway
 
 
-def _scored_scores() -> tuple[str, ...]:
+def _list_score_choices() -> tuple[str, ...]:
     return *detectors.prediction_detectors(), "all"
 
 
@@ -379,7 +387,7 @@ class ScoreOptions(ShownScores):
     score: list[str] = option(
         [],
         "Score that detects the examples of \0ood\0. Default: combined, else mutual_info or max_prob.",
-        choices=_scored_scores,
+        choices=_list_score_choices,
         group="Scores",
     )
     reference: str | None = option(
@@ -397,7 +405,7 @@ class ScoreOptions(ShownScores):
         group="Predictions",
         is_rare=True,
     )
-    settings: dict[str, Any] = collected(of_predicted_scores)
+    settings: dict[str, Any] = declare_option_group(declare_prediction_score_options)
     bootstrap: int | None = option(
         None,
         f"Number of bootstrap replicates over examples. Default: {REPLICATES}, or 0 above {MOST_ROWS} rows.",

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.likelihoods import TASKS
-from bnncli.names import not_one_of
+from bnncli.names import unknown_value_error
 from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
-from bnncli.options.declaration import Checked, forms, option, parse_positive
+from bnncli.options.declaration import CheckedOptions, list_forms, option, parse_positive
 from bnncli.parameters.module import LAST, STATE
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def chosen_layers_option(group: str = "", *, is_recorded: bool = True, is_rare: 
 
 
 @dataclass(frozen=True)
-class LayersOptions(Checked):
+class LayersOptions(CheckedOptions):
     r"""Options of commands that fit posteriors.
 
     Attributes:
@@ -197,7 +197,7 @@ def data() -> Any:
 
 
 def _data_help() -> str:
-    return f"A split and where to read it: {', '.join(forms())}; @N takes the first N examples."
+    return f"A split and where to read it: {', '.join(list_forms())}; @N takes the first N examples."
 
 
 def hold_out() -> Any:
@@ -311,7 +311,7 @@ def parse_until(text: str, flag: str) -> tuple[Condition, ...]:
     return tuple(found.values())
 
 
-def unmet(conditions: Sequence[Condition], values: Mapping[str, float | None]) -> list[Condition]:
+def find_unmet_conditions(conditions: Sequence[Condition], values: Mapping[str, float | None]) -> list[Condition]:
     """Return the conditions that the values do not meet; a value of None meets none."""
     return [condition for condition in conditions if not condition.is_met(values[condition.name])]
 
@@ -338,7 +338,7 @@ def check_variant(value: str | Sequence[str] | None, flag: str) -> None:
     families = registry.names("integrators")
     for name in [value] if isinstance(value, str) else value or ():
         if not any(name == family or name.startswith(f"{family}-") for family in families):
-            raise not_one_of(flag, name, families, also=["or one with its settings"])
+            raise unknown_value_error(flag, name, families, also=["or one with its settings"])
 
 
 EITHER = "give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE"

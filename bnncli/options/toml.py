@@ -50,24 +50,24 @@ def faults_of(path: Path) -> Iterator[None]:
 
 def option_value(spec: Field[Any], hint: Any, value: Any, where: str) -> Any:
     """Convert a TOML value to an option value. Raises UsageError, naming `where`, for an invalid value."""
-    value = _from_toml(value, hint)
+    value = _convert_toml_value(value, hint)
     if not _has_type(value, hint):
         raise UsageError(f"{where}: expected {type_name(hint)}; got {value!r}")
     check_value(spec, value, where)
     return value
 
 
-def _from_toml(value: Any, hint: Any) -> Any:
+def _convert_toml_value(value: Any, hint: Any) -> Any:
     """Convert numbers to the text typed after a flag, where the option takes text."""
     base = base_type(hint)
     if base is list and isinstance(value, list):
-        return [_typed(item) for item in value]
+        return [_format_number(item) for item in value]
     if base is float and _is_number(value):
         return float(value)
-    return _typed(value) if base is str else value
+    return _format_number(value) if base is str else value
 
 
-def _typed(value: Any) -> Any:
+def _format_number(value: Any) -> Any:
     """Return the shortest text of a number; other values unchanged."""
     return repr(value).removesuffix(".0") if _is_number(value) else value
 

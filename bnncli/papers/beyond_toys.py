@@ -58,14 +58,14 @@ def measure_published_ece(
     for percentage in settings["percentages"]:
         found = []
         for _ in range(settings["repeats"]):
-            found.append(errors_of(calibrated(settings["examples"], percentage / 100, random)))
+            found.append(compute_errors(simulate_calibrated(settings["examples"], percentage / 100, random)))
             task.advance()
         for name in _NAMED:
             values[f"{name}_{percentage}"] = Estimate.of_repeats([one[name] for one in found])
     return Measurements(values)
 
 
-def calibrated(count: int, share: float, random: np.random.Generator) -> tuple[NDArray, NDArray]:
+def simulate_calibrated(count: int, share: float, random: np.random.Generator) -> tuple[NDArray, NDArray]:
     """Return probabilities (N, 2) of an exactly calibrated model, and labels (N,); `share` of its confidences is above 0.99."""
     is_sure = np.arange(count) < round(share * count)
     low, high = np.where(is_sure, _EDGE, 0.5), np.where(is_sure, 1.0, _EDGE)
@@ -74,14 +74,14 @@ def calibrated(count: int, share: float, random: np.random.Generator) -> tuple[N
     return np.stack([confidence, 1 - confidence], axis=1), labels
 
 
-def errors_of(sample: tuple[NDArray, NDArray]) -> dict[str, float]:
+def compute_errors(sample: tuple[NDArray, NDArray]) -> dict[str, float]:
     """Return the calibration errors of probabilities and labels, by the names of `measure_published_ece`."""
     examples = compute_example_statistics(*sample)
-    wide, usual = (_by_strategy(examples, bins) for bins in (PUBLISHED_BINS, NUM_BINS))
+    wide, usual = (_compute_by_strategy(examples, bins) for bins in (PUBLISHED_BINS, NUM_BINS))
     return {"published": wide["published"], "real": wide["equal-width"], "usual": usual["equal-width"]}
 
 
-def _by_strategy(examples: ExampleStatistics, num_bins: int) -> dict[str, float]:
+def _compute_by_strategy(examples: ExampleStatistics, num_bins: int) -> dict[str, float]:
     found = {}
     for group in calibration_scores(examples, num_bins=num_bins):
         assert group.statistic is not None
@@ -185,20 +185,20 @@ def measure_refinement_gain(
         gain_FLOW_N_L_S, nats by which the refined ELBO exceeds the Gaussian's; elbo_N_L_S and k_N_L_S, the Gaussian's ELBO and Pareto
         k. Values that are not finite are left out.
     """
-    features, labels = last_features(inputs, max(settings["sizes"]))
+    features, labels = compute_last_features(inputs, max(settings["sizes"]))
     layout = HeadLayout(10, features.shape[1])
     values: dict[str, Estimate] = {}
     axes = (settings["sizes"], settings["precisions"], settings["structures"])
     task = progress.task("targets", math.prod(map(len, axes)))
     for size, precision, structure in product(*axes):
         target = LastLayerTarget(features[:size], labels[:size], layout, Prior(float(precision)))
-        found = of_target(target, structure, settings, generator=generator)
+        found = measure_target(target, structure, settings, generator=generator)
         values |= {_name(quantity, size, precision, structure): one for quantity, one in found.items()}
         task.advance()
     return Measurements(values)
 
 
-def of_target(
+def measure_target(
     target: LastLayerTarget, structure: str, settings: Settings, *, generator: torch.Generator
 ) -> dict[str, Estimate]:
     """Return elbo and k of the Gaussian at the mode, and gain_FLOW of each flow over it."""
@@ -220,7 +220,7 @@ def _name(quantity: str, size: int, precision: float, structure: str) -> str:
     return f"{quantity}_{size}_{precision}_{structure}"
 
 
-def last_features(inputs: Files, count: int) -> tuple[Tensor, Tensor]:
+def compute_last_features(inputs: Files, count: int) -> tuple[Tensor, Tensor]:
     """Return the inputs of the last layer for the first images (n, 84), and their labels (n,)."""
     with np.load(inputs["train"]) as arrays:
         images, labels = arrays["x"][:count], arrays["y"][:count]

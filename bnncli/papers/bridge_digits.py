@@ -16,7 +16,7 @@ from bnncli.lazy import torch
 from bnncli.logits import root_of_covariances
 from bnncli.numerics import dirichlet
 from bnncli.papers import digit_network
-from bnncli.papers.bridge_toys import dirichlet_shares, vertices
+from bnncli.papers.bridge_toys import build_vertices, dirichlet_shares
 from bnncli.papers.recipe import Files, Measurements, Settings
 from bnncli.progress import Progress
 
@@ -56,13 +56,13 @@ def measure_digit_bridge(
         For each METHOD (map, sample, bridge, sample_published, bridge_published, weights): mmc_METHOD_SET, and auroc_METHOD_SET of the
         other sets. Seconds of each part, and how much faster the bridge is.
     """
-    train = digit_network.images(inputs["train"], count=settings["train"])
+    train = digit_network.read_images(inputs["train"], count=settings["train"])
     names = ["test", *(name for name in inputs if name not in ("train", "test"))]
-    sets = {name: digit_network.images(inputs[name], count=settings["images"])[0] for name in names}
+    sets = {name: digit_network.read_images(inputs[name], count=settings["images"])[0] for name in names}
     found: dict[str, list[float]] = {}
     task = progress.task("networks", settings["repeats"])
     for _ in range(settings["repeats"]):
-        target = digit_network.trained(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
+        target = digit_network.train_network(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
         confidences, seconds = _confidences(target, sets, settings, generator)
         errors: dict[str, float] = {}
         for name, (value, error) in _scores(confidences, generator).items():
@@ -99,15 +99,15 @@ def prior_precision(
     for _ in range(_TRIES):
         middle = (low + high) / 2
         variances = 1 / (target.num_examples * curvature + 10**middle)
-        moments = digit_network.gaussian(target, variances).logits.moments(inputs)
-        if float(sampled(*moments, noise).amax(dim=1).mean()) < wanted:
+        moments = digit_network.build_gaussian(target, variances).logits.moments(inputs)
+        if float(sample_probs(*moments, noise).amax(dim=1).mean()) < wanted:
             low = middle
         else:
             high = middle
     return float(10 ** ((low + high) / 2))
 
 
-def sampled(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
+def sample_probs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
     """Return mean probabilities (n, K) of softmax(N(mean (n, K), covariance (n, K, K))), with the noise (S, K) of all examples."""
     root = root_of_covariances(covariance.double())
     total = torch.zeros(mean.shape, dtype=torch.float64)
@@ -120,11 +120,11 @@ def _confidences(
     target: NetworkTarget, sets: Mapping[str, Tensor], settings: Settings, generator: torch.Generator
 ) -> tuple[dict[str, dict[str, NDArray[Any]]], dict[str, float]]:
     """Return confidence of each image, by method and set; and the seconds that parts took on the first set."""
-    curvature = digit_network.curvature(target, settings["curvature"])
+    curvature = digit_network.compute_curvature(target, settings["curvature"])
     few = target.inputs[: settings["weight_images"]]
     tau = prior_precision(target, curvature, few, generator, draws=settings["draws"])
-    right = digit_network.gaussian(target, 1 / (target.num_examples * curvature + tau))
-    published = digit_network.gaussian(target, curvature + 1 / PUBLISHED_VARIANCE)
+    right = digit_network.build_gaussian(target, 1 / (target.num_examples * curvature + tau))
+    published = digit_network.build_gaussian(target, curvature + 1 / PUBLISHED_VARIANCE)
     noise = torch.randn(settings["draws"], CLASSES, dtype=torch.float64, generator=generator)
     thetas = right.sample(settings["weight_draws"], generator=generator).float()
     found: dict[str, dict[str, NDArray[Any]]] = {}
@@ -140,12 +140,12 @@ def _confidences(
         taken = time.perf_counter() - began
         centre = covariance - covariance.mean(dim=1, keepdim=True)
         projected = (centre - centre.mean(dim=2, keepdim=True)).diagonal(dim1=1, dim2=2)
-        note("sample", name, sampled(mean, covariance, noise))
+        note("sample", name, sample_probs(mean, covariance, noise))
         note("bridge", name, dirichlet.mean(dirichlet.from_gaussian(mean, projected)))
         if not seconds.get("seconds_network"):
             seconds |= _seconds(target, inputs, (mean, covariance), noise, moments=taken)
         mean, covariance = published.logits.moments(inputs)
-        note("sample_published", name, sampled(mean, covariance, noise))
+        note("sample_published", name, sample_probs(mean, covariance, noise))
         raw = covariance.diagonal(dim1=1, dim2=2)
         note("bridge_published", name, dirichlet.mean(dirichlet.from_gaussian(mean, raw)))
         part = inputs[: settings["weight_images"]]
@@ -159,10 +159,10 @@ def _seconds(
 ) -> dict[str, float]:
     """Return the time of each part, the least of three, and how much faster the bridge is: alone, as published, and as a whole."""
     mean, covariance = moments_of
-    network = _least(lambda: _network_probs(target, inputs))
-    sample = _least(lambda: sampled(mean, covariance, noise))
+    network = _time_fastest(lambda: _network_probs(target, inputs))
+    sample = _time_fastest(lambda: sample_probs(mean, covariance, noise))
     variances = covariance.diagonal(dim1=1, dim2=2)
-    bridge = _least(lambda: dirichlet.mean(dirichlet.from_gaussian(mean, variances)))
+    bridge = _time_fastest(lambda: dirichlet.mean(dirichlet.from_gaussian(mean, variances)))
     before = network + moments
     return {
         "seconds_network": network,
@@ -174,7 +174,7 @@ def _seconds(
     }
 
 
-def _least(work: Callable[[], object]) -> float:
+def _time_fastest(work: Callable[[], object]) -> float:
     took = []
     for _ in range(_TIMED):
         began = time.perf_counter()
@@ -187,23 +187,23 @@ def _scores(
     confidences: Mapping[str, Mapping[str, NDArray[Any]]], generator: torch.Generator
 ) -> dict[str, tuple[float, float]]:
     """Return mean confidences and AUROCs, each with its bootstrap standard error over images."""
-    rng = bootstrap_of(generator)
+    rng = seed_bootstrap(generator)
     found = {}
     for method, each in confidences.items():
         inside = each["test"]
         for name, scores in each.items():
             found[f"mmc_{method}_{name}"] = float(scores.mean()), float(scores.std(ddof=1)) / math.sqrt(len(scores))
             if name != "test":
-                found[f"auroc_{method}_{name}"] = area(inside, scores, rng)
+                found[f"auroc_{method}_{name}"] = compute_auroc(inside, scores, rng)
     return found
 
 
-def bootstrap_of(generator: torch.Generator) -> np.random.Generator:
+def seed_bootstrap(generator: torch.Generator) -> np.random.Generator:
     """Return the random numbers of a bootstrap, seeded by the generator's next."""
     return np.random.default_rng(int(torch.randint(2**31, (1,), generator=generator)))
 
 
-def area(inside: NDArray[Any], outside: NDArray[Any], rng: np.random.Generator) -> tuple[float, float]:
+def compute_auroc(inside: NDArray[Any], outside: NDArray[Any], rng: np.random.Generator) -> tuple[float, float]:
     """Return the AUROC of scores (n,) that are larger inside, with its bootstrap standard error over both."""
     ranking = Ranking(inside, outside)
     counts = [rng.multinomial(len(one), [1 / len(one)] * len(one), _REPLICATES) for one in (inside, outside)]
@@ -239,29 +239,29 @@ def measure_digit_variance(
         variance_D of each digit D; variance_seen and variance_unseen, their means; highest_seen and lowest_unseen of the digits;
         auroc of the variance and auroc_map of the network's own confidence. The suffix _published stands for that definition.
     """
-    train = digit_network.images(inputs["train"], classes=SEEN, count=settings["train"])
-    test, labels = digit_network.images(inputs["test"], count=settings["images"])
-    target = digit_network.trained(*train, classes=SEEN, epochs=settings["epochs"], generator=generator)
-    curvature = digit_network.curvature(target, settings["curvature"])
+    train = digit_network.read_images(inputs["train"], classes=SEEN, count=settings["train"])
+    test, labels = digit_network.read_images(inputs["test"], count=settings["images"])
+    target = digit_network.train_network(*train, classes=SEEN, epochs=settings["epochs"], generator=generator)
+    curvature = digit_network.compute_curvature(target, settings["curvature"])
     few = target.inputs[: settings["curvature"]]
     tau = prior_precision(target, curvature, few, generator, draws=500)
     digits, values, arrays = labels.numpy(), {"prior_precision": Estimate(tau)}, {}
     logits = target.layout.logits(test, digit_network.weights(target).unsqueeze(0))[0]
     confidence = logits.softmax(dim=1).amax(dim=1).numpy()
-    rng = bootstrap_of(generator)
-    values["auroc_map"] = _area(confidence, digits, rng)
+    rng = seed_bootstrap(generator)
+    values["auroc_map"] = _estimate_auroc(confidence, digits, rng)
     task = progress.task("definitions", 2)
     for suffix, variances in (
         ("", 1 / (target.num_examples * curvature + tau)),
         ("_published", 1 / (curvature + 1 / _VARIANCE)),
     ):
-        spread = digit_network.gaussian(target, variances).logits.spread
+        spread = digit_network.build_gaussian(target, variances).logits.spread
         marginal = (spread.variance(test) if suffix else spread.projected_variance(test)).double()
         log_alpha = dirichlet.from_gaussian(logits, marginal)
         variance = predicted_variance(log_alpha)
-        values |= {f"{name}{suffix}": value for name, value in summary(variance, digits).items()}
-        values[f"auroc{suffix}"] = _area(-variance, digits, rng)
-        points = vertices(_HALVINGS)
+        values |= {f"{name}{suffix}": value for name, value in summarize_variance(variance, digits).items()}
+        values[f"auroc{suffix}"] = _estimate_auroc(-variance, digits, rng)
+        points = build_vertices(_HALVINGS)
         for digit in _SHOWN:
             own = np.flatnonzero(digits == digit)
             first = own[np.abs(variance[own] - variance[own].mean()).argmin()]
@@ -290,7 +290,7 @@ def draw_digit_variance(measured: Measurements, settings: Settings) -> Mapping[s
     return {
         "variance": variance,
         "densities": draw_triangles(
-            rows, titles, vertices(_HALVINGS), title="Densities over 0, 1 and 2 (corners 1, 2, 3)"
+            rows, titles, build_vertices(_HALVINGS), title="Densities over 0, 1 and 2 (corners 1, 2, 3)"
         ),
     }
 
@@ -302,7 +302,7 @@ def predicted_variance(log_alpha: Tensor) -> NDArray[np.float64]:
     return found
 
 
-def summary(variance: NDArray[np.float64], digits: NDArray[Any]) -> dict[str, Estimate]:
+def summarize_variance(variance: NDArray[np.float64], digits: NDArray[Any]) -> dict[str, Estimate]:
     """Return the mean variance of each digit, of those seen and unseen, and the extremes, from the variances (n,) of images."""
     each = {digit: _mean(variance[digits == digit]) for digit in range(DIGITS)}
     return {
@@ -318,8 +318,8 @@ def _mean(values: NDArray[np.float64]) -> Estimate:
     return Estimate(float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values)))
 
 
-def _area(scores: NDArray[Any], digits: NDArray[Any], rng: np.random.Generator) -> Estimate:
-    return Estimate(*area(scores[digits < SEEN], scores[digits >= SEEN], rng))
+def _estimate_auroc(scores: NDArray[Any], digits: NDArray[Any], rng: np.random.Generator) -> Estimate:
+    return Estimate(*compute_auroc(scores[digits < SEEN], scores[digits >= SEEN], rng))
 
 
 # How often the condition of proposition 1 holds: the variance of the bridge's most probable class grows with that
@@ -341,17 +341,17 @@ def measure_proposition_frequency(
     Returns:
         frequency_S of each set S; the suffix _published stands for that definition.
     """
-    train = digit_network.images(inputs["train"], count=settings["train"])
+    train = digit_network.read_images(inputs["train"], count=settings["train"])
     sets = {
-        name: digit_network.images(path, count=settings["images"])[0]
+        name: digit_network.read_images(path, count=settings["images"])[0]
         for name, path in inputs.items()
         if name != "train"
     }
-    target = digit_network.trained(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
-    curvature = digit_network.curvature(target, settings["curvature"])
+    target = digit_network.train_network(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
+    curvature = digit_network.compute_curvature(target, settings["curvature"])
     tau = prior_precision(target, curvature, target.inputs[: settings["tuned"]], generator, draws=500)
-    right = digit_network.gaussian(target, 1 / (target.num_examples * curvature + tau)).logits
-    published = digit_network.gaussian(target, curvature + 1 / PUBLISHED_VARIANCE).logits
+    right = digit_network.build_gaussian(target, 1 / (target.num_examples * curvature + tau)).logits
+    published = digit_network.build_gaussian(target, curvature + 1 / PUBLISHED_VARIANCE).logits
     values, task = {}, progress.task("sets", len(sets))
     for name, images in sets.items():
         logits = target.layout.logits(images, digit_network.weights(target).unsqueeze(0))[0]
@@ -359,12 +359,14 @@ def measure_proposition_frequency(
             ("", right.spread.projected_variance(images)),
             ("_published", published.spread.variance(images)),
         ):
-            values[f"frequency_{name}{suffix}"] = _share(condition(dirichlet.from_gaussian(logits, variance.double())))
+            values[f"frequency_{name}{suffix}"] = _share(
+                check_condition(dirichlet.from_gaussian(logits, variance.double()))
+            )
         task.advance()
     return Measurements(values)
 
 
-def condition(log_alpha: Tensor) -> Tensor:
+def check_condition(log_alpha: Tensor) -> Tensor:
     """Whether proposition 1's condition holds of the most probable class, (N,) bool, of log alpha (N, K).
 
     alpha_k > (sqrt(9 b^2 + 10 b + 1) - b - 1) / 4 with b the sum of the others, both divided by b: no concentration overflows.

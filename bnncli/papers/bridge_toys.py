@@ -19,7 +19,7 @@ from bnncli.models.architectures.mlp import build
 from bnncli.models.checkpoints import load_checkpoint
 from bnncli.numerics import dirichlet
 from bnncli.numerics.dirichlet import RULES, cumulative_lengths, ranked_lengths
-from bnncli.papers.beyond_toys import last_features
+from bnncli.papers.beyond_toys import compute_last_features
 from bnncli.papers.recipe import Files, Measurements, Settings
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
@@ -60,21 +60,24 @@ def measure_simplex_kl(
     Returns:
         kl_i and kl_projected_i, of both bridges, and samples_i, the number of samples with the divergence of the first.
     """
-    points, values, arrays = vertices(_HALVINGS), {}, {}
+    points, values, arrays = build_vertices(_HALVINGS), {}, {}
     sizes, repeats = list(settings["sizes"]), int(settings["repeats"])
     arrays["sizes"] = np.array(sizes, dtype=float)
     task = progress.task("simplex", len(GAUSSIANS) * repeats)
     for number, (mean, covariance) in enumerate(GAUSSIANS, start=1):
         gaussian = torch.tensor(mean, dtype=torch.float64), torch.tensor(covariance, dtype=torch.float64)
-        bridges = {"kl": bridge_shares(*gaussian, points), "kl_projected": bridge_shares(*projected(*gaussian), points)}
+        bridges = {
+            "kl": bridge_shares(*gaussian, points),
+            "kl_projected": bridge_shares(*project_moments(*gaussian), points),
+        }
         found: dict[str, list[float]] = {name: [] for name in (*bridges, "samples")}
         curves = []
         for _ in range(repeats):
             truth = sample_shares(*gaussian, points, settings["truth"], generator)
             for name, shares in bridges.items():
-                found[name].append(divergence(truth, shares))
-            curves.append([divergence(truth, sample_shares(*gaussian, points, size, generator)) for size in sizes])
-            found["samples"].append(crossing(sizes, curves[-1], found["kl"][-1]))
+                found[name].append(compute_kl(truth, shares))
+            curves.append([compute_kl(truth, sample_shares(*gaussian, points, size, generator)) for size in sizes])
+            found["samples"].append(find_crossing(sizes, curves[-1], found["kl"][-1]))
             task.advance()
         arrays[f"curve {number}"] = np.array(curves)
         for name, each in found.items():
@@ -104,7 +107,7 @@ def draw_simplex_kl(measured: Measurements, settings: Settings) -> Mapping[str, 
     return {"divergence": figure}
 
 
-def vertices(halvings: int) -> NDArray[np.float64]:
+def build_vertices(halvings: int) -> NDArray[np.float64]:
     """Return points of the simplex (n, 3): a triangle that is halved so often, n = (2^h + 1)(2^h + 2) / 2, clipped."""
     side = 2**halvings
     whole = [(i, j, side - i - j) for i in range(side + 1) for j in range(side + 1 - i)]
@@ -133,19 +136,19 @@ def bridge_shares(mean: Tensor, covariance: Tensor, points: NDArray[np.float64])
     return log_density.softmax(dim=0).numpy()
 
 
-def projected(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+def project_moments(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     """Return moments of the logits minus their mean: P m and P S P with P = I - 1 1^T / K."""
     center = torch.eye(len(mean), dtype=torch.float64) - 1 / len(mean)
     return center @ mean, center @ covariance @ center
 
 
-def divergence(truth: NDArray[np.float64], shares: NDArray[np.float64]) -> float:
+def compute_kl(truth: NDArray[np.float64], shares: NDArray[np.float64]) -> float:
     """Return KL(truth || shares), nats, both floored at 1e-20 and normalised."""
     p, q = (np.maximum(one, _LEAST_SHARE) / np.maximum(one, _LEAST_SHARE).sum() for one in (truth, shares))
     return float((p * np.log(p / q)).sum())
 
 
-def crossing(sizes: Sequence[int], curve: Sequence[float], level: float) -> float:
+def find_crossing(sizes: Sequence[int], curve: Sequence[float], level: float) -> float:
     """Return where a falling curve reaches a level, interpolated on logarithmic scales; the largest size if it never does."""
     for place, value in enumerate(curve):
         if value <= level:
@@ -189,7 +192,7 @@ def measure_simplex_densities(
         "mean_shift": float(np.abs(first / first.sum() - second / second.sum()).max()),
         "mode_shift": float(np.abs(_mode(first) - _mode(second)).max()),
     }
-    points, arrays = vertices(_HALVINGS), {}
+    points, arrays = build_vertices(_HALVINGS), {}
     gaussians = [to_gaussian(alpha) for alpha in CONCENTRATIONS]
     gaussians += [(torch.tensor(mean).double(), torch.tensor(covariance).double()) for mean, covariance in GAUSSIANS]
     task = progress.task("densities", len(gaussians))
@@ -197,7 +200,7 @@ def measure_simplex_densities(
         # 1 1^T more, which every logit has alike and no softmax sees: a Dirichlet's own covariance is singular.
         truth = sample_shares(gaussian[0], gaussian[1] + 1, points, settings["samples"], generator)
         arrays[f"truth {number}"] = truth
-        for name, moments in (("bridge", gaussian), ("projected", projected(*gaussian))):
+        for name, moments in (("bridge", gaussian), ("projected", project_moments(*gaussian))):
             shares = dirichlet_shares(_concentration(*moments), points, settings["samples"], generator)
             arrays[f"{name} {number}"] = shares
             key = f"tv_{number}" if name == "bridge" else f"tv_{name}_{number}"
@@ -210,7 +213,7 @@ def measure_simplex_densities(
         log_alpha = dirichlet.from_gaussian(mean[None], scale * covariance.diagonal()[None])
         values[f"spread_bridge_{round(100 * scale)}"] = float(dirichlet.total_variance(log_alpha))
     for number, (a, b) in enumerate(BETAS, start=1):
-        values |= {f"{name}_{number}": value for name, value in of_beta(a, b).items()}
+        values |= {f"{name}_{number}": value for name, value in measure_beta(a, b).items()}
     return Measurements({name: Estimate(value) for name, value in values.items()}, arrays)
 
 
@@ -228,8 +231,8 @@ def draw_simplex_densities(measured: Measurements, settings: Settings) -> Mappin
             ("bridge, logits\nminus their mean", "projected"),
         )
     }
-    triangles = draw_triangles(rows, titles, vertices(_HALVINGS), title="Densities over three classes")
-    curves = [BetaCurves(f"Beta({a:g}, {b:g})", *curves_of(a, b)) for a, b in BETAS]
+    triangles = draw_triangles(rows, titles, build_vertices(_HALVINGS), title="Densities over three classes")
+    curves = [BetaCurves(f"Beta({a:g}, {b:g})", *compute_curves(a, b)) for a, b in BETAS]
     return {"triangles": triangles, "bases": draw_bases(curves)}
 
 
@@ -250,7 +253,7 @@ def dirichlet_shares(alpha: _Floats, points: _Floats, count: int, generator: tor
     return np.bincount(nearest, minlength=len(points)) / count
 
 
-def of_beta(a: float, b: float) -> dict[str, float]:
+def measure_beta(a: float, b: float) -> dict[str, float]:
     """Measure how a Beta's Laplace approximations in the standard and the softmax basis do: what figure 2.1 says.
 
     curvature, of log p at its stationary point: negative at a maximum; where there is one tv_standard, the distance of the
@@ -275,9 +278,9 @@ def of_beta(a: float, b: float) -> dict[str, float]:
     return found
 
 
-def curves_of(a: float, b: float) -> tuple[dict[str, Any], ...]:
+def compute_curves(a: float, b: float) -> tuple[dict[str, Any], ...]:
     """Return the curves of figure 2.1: x, the Beta's density and its approximation's, for each panel; None if there is none."""
-    found, x = of_beta(a, b), np.linspace(0.001, 0.999, 999)
+    found, x = measure_beta(a, b), np.linspace(0.001, 0.999, 999)
     stationary = (a - 1) / (a + b - 2)
     standard = _normal(x, stationary, (-found["curvature"]) ** -0.5) if found["curvature"] < 0 else None
     z = np.linspace(-6, 6, 601)
@@ -363,13 +366,13 @@ def measure_toy_gaussians(
     found: dict[str, list[float]] = {}
     arrays: dict[str, NDArray[Any]] = {}
     task = progress.task("networks", settings["repeats"])
-    grid = plane()
+    grid = build_plane()
     far = (torch.cdist(grid, torch.tensor(CENTERS)).min(dim=1).values > _FAR * _DEVIATION).numpy()
     for _ in range(settings["repeats"]):
-        train, labels = points(settings["per_class"], generator)
-        near, _ = points(settings["per_class"], generator)
-        target = trained(train, labels, settings, generator)
-        doubts = uncertainties(target, torch.cat([near, grid]), settings["draws"], generator)
+        train, labels = draw_points(settings["per_class"], generator)
+        near, _ = draw_points(settings["per_class"], generator)
+        target = train_network(train, labels, settings, generator)
+        doubts = compute_uncertainties(target, torch.cat([near, grid]), settings["draws"], generator)
         scores = {name: value.numpy() for name, value in doubts.items()}
         areas = {}
         for name, value in scores.items():
@@ -413,20 +416,20 @@ def draw_toy_gaussians(measured: Measurements, settings: Settings) -> Mapping[st
     return {"uncertainty": draw_planes(planes, limit=_LIMIT, points=where, title=title)}
 
 
-def plane() -> Tensor:
+def build_plane() -> Tensor:
     """Return the points of the grid (G, 2), row by row from below."""
     line = torch.linspace(-_LIMIT, _LIMIT, _SIDE)
     return torch.stack([line.repeat(_SIDE), line.repeat_interleave(_SIDE)], dim=1)
 
 
-def points(per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_points(per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw points (N, 2) of the four Gaussians, and their labels (N,)."""
     labels = torch.arange(len(CENTERS)).repeat_interleave(per_class)
     noise = torch.randn(len(labels), 2, generator=generator)
     return torch.tensor(CENTERS)[labels] + _DEVIATION * noise, labels
 
 
-def trained(train: Tensor, labels: Tensor, settings: Settings, generator: torch.Generator) -> NetworkTarget:
+def train_network(train: Tensor, labels: Tensor, settings: Settings, generator: torch.Generator) -> NetworkTarget:
     """Train a network and return its log posterior, at its own weights."""
     module, likelihood = _network(generator), likelihood_of(len(CENTERS))
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
@@ -443,7 +446,9 @@ def trained(train: Tensor, labels: Tensor, settings: Settings, generator: torch.
     return NetworkTarget(train, labels, layout, Prior(settings["precision"]))
 
 
-def uncertainties(target: NetworkTarget, inputs: Tensor, draws: int, generator: torch.Generator) -> dict[str, Tensor]:
+def compute_uncertainties(
+    target: NetworkTarget, inputs: Tensor, draws: int, generator: torch.Generator
+) -> dict[str, Tensor]:
     """Return the uncertainty (n,) at inputs (n, 2) by each method of the figure, higher where less is certain."""
     theta = parameters(target)
     mean = target.layout.logits(inputs, theta.unsqueeze(0))[0].double()
@@ -453,14 +458,14 @@ def uncertainties(target: NetworkTarget, inputs: Tensor, draws: int, generator: 
         .double()
         for name in ("diag", "kron")
     }
-    moments["exact"] = whole_covariances(target, inputs)
+    moments["exact"] = compute_covariances(target, inputs)
     doubts = {"map": _entropy(mean.softmax(dim=1))}
     for name, covariances in moments.items():
         noise = torch.randn(draws, mean.shape[1], dtype=torch.float64, generator=generator)
         logits = root_of_covariances(covariances).apply(noise).permute(0, 2, 1) + mean
         doubts[name] = _entropy(logits.softmax(dim=2).mean(dim=0))
-    doubts |= _of_bridge(mean, moments["diag"])
-    doubts["exact_bridge_weighted"] = _of_bridge(mean, moments["exact"])["bridge_weighted"]
+    doubts |= _compute_bridge_uncertainties(mean, moments["diag"])
+    doubts["exact_bridge_weighted"] = _compute_bridge_uncertainties(mean, moments["exact"])["bridge_weighted"]
     return doubts
 
 
@@ -471,7 +476,7 @@ def parameters(target: NetworkTarget) -> Tensor:
     return torch.nn.utils.parameters_to_vector(network.module.parameters()).detach()
 
 
-def whole_covariances(target: NetworkTarget, inputs: Tensor) -> Tensor:
+def compute_covariances(target: NetworkTarget, inputs: Tensor) -> Tensor:
     """Return J (A^T A + lambda)^-1 J^T (n, K, K) float64, with A the rows R_n^T J_n of the data and R R^T their Fisher information.
 
     (J J^T - J A^T (A A^T + lambda)^-1 A J^T) / lambda: as large as the data's logits, not as theta.
@@ -492,7 +497,7 @@ def whole_covariances(target: NetworkTarget, inputs: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _of_bridge(mean: Tensor, covariances: Tensor) -> dict[str, Tensor]:
+def _compute_bridge_uncertainties(mean: Tensor, covariances: Tensor) -> dict[str, Tensor]:
     """Return uncertainties of the bridge's Dirichlet, with variances as they are: entropy of the mean, variance, and the weighted mean.
 
     The weighted one is the predicted class's probability times 1 - 4 Var, which lies between 0 and 1, for it is not given either.
@@ -556,9 +561,9 @@ def measure_overlapping_classes(
     head = torch.cat([state["ll.weight"], state["ll.bias"].unsqueeze(1)], dim=1).double()
     with np.load(inputs["train"]) as stored:
         num_train = len(stored["y"])
-    curvature = mean_curvature(with_one(last_features(inputs, num_train)[0]), head)
-    features, labels = last_features({**inputs, "train": inputs["test"]}, settings["images"])
-    inner = with_one(features)
+    curvature = mean_curvature(append_one(compute_last_features(inputs, num_train)[0]), head)
+    features, labels = compute_last_features({**inputs, "train": inputs["test"]}, settings["images"])
+    inner = append_one(features)
     logits = inner @ head.T
     values: dict[str, Estimate] = {}
     arrays = {}
@@ -571,7 +576,7 @@ def measure_overlapping_classes(
             values[f"confidence_{thousandths}{suffix}"] = Estimate(float(share))
             for rule in RULES:
                 lengths = ranked_lengths(alpha, rule=rule, cap=_CAP)
-                found = of_lengths(alpha, logits, lengths, labels)
+                found = measure_lengths(alpha, logits, lengths, labels)
                 values |= {f"{name}_{thousandths}_{rule}{suffix}": one for name, one in found.items()}
                 arrays[f"{thousandths} {rule}{suffix}"] = torch.bincount(lengths, minlength=_CAP + 1)[1:].numpy() / len(
                     lengths
@@ -579,7 +584,7 @@ def measure_overlapping_classes(
     return Measurements(values, arrays)
 
 
-def with_one(features: Tensor) -> Tensor:
+def append_one(features: Tensor) -> Tensor:
     """Append a one for the bias to features (N, D), (N, D + 1) float64."""
     return torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], dim=1)
 
@@ -590,7 +595,7 @@ def mean_curvature(inner: Tensor, head: Tensor) -> Tensor:
     return (probs * (1 - probs)).T @ inner.square() / len(inner)
 
 
-def of_lengths(alpha: Tensor, logits: Tensor, lengths: Tensor, labels: Tensor) -> dict[str, Estimate]:
+def measure_lengths(alpha: Tensor, logits: Tensor, lengths: Tensor, labels: Tensor) -> dict[str, Estimate]:
     """Return length, rescued, gain and longer, each with its standard error over images."""
     order = alpha.argsort(dim=1, descending=True)
     rank = (order == labels.unsqueeze(1)).int().argmax(dim=1)

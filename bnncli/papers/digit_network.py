@@ -30,7 +30,7 @@ _RATE, _BATCH = 1e-3, 64
 _SHAPE = (1, 28, 28)
 
 
-def images(path: Path, *, classes: int | None = None, count: int | None = None) -> tuple[Tensor, Tensor]:
+def read_images(path: Path, *, classes: int | None = None, count: int | None = None) -> tuple[Tensor, Tensor]:
     """Read the first images (n, 1, 28, 28) in [0, 1] of a file, and labels (n,), of the first classes alone if `classes` is given.
 
     Raises:
@@ -48,7 +48,9 @@ def images(path: Path, *, classes: int | None = None, count: int | None = None) 
     return torch.from_numpy(pixels[chosen]).unsqueeze(1) / 255, torch.from_numpy(labels[chosen]).long()
 
 
-def trained(inputs: Tensor, labels: Tensor, *, classes: int, epochs: int, generator: torch.Generator) -> NetworkTarget:
+def train_network(
+    inputs: Tensor, labels: Tensor, *, classes: int, epochs: int, generator: torch.Generator
+) -> NetworkTarget:
     """Train such a network and return its log posterior with the prior of its weight decay, at its own weights."""
     network, likelihood = _network(classes, generator), likelihood_of(classes)
     optimizer = torch.optim.Adam(network.parameters(), lr=_RATE, weight_decay=WEIGHT_DECAY)
@@ -70,7 +72,7 @@ def weights(target: NetworkTarget) -> Tensor:
     return torch.nn.utils.parameters_to_vector(network.module.parameters()).detach()
 
 
-def curvature(target: NetworkTarget, count: int) -> Tensor:
+def compute_curvature(target: NetworkTarget, count: int) -> Tensor:
     """Return the diagonal of the Gauss-Newton matrix of one image (P,) float64, the mean over the first `count` training images.
 
     It is the curvature that the released code has, with no factor N.
@@ -79,7 +81,7 @@ def curvature(target: NetworkTarget, count: int) -> Tensor:
     return ggn(few, weights(target), "diag")["hessian.diag"].double() / target.num_examples
 
 
-def gaussian(target: NetworkTarget, variances: Tensor) -> Gaussian[ModuleLayout]:
+def build_gaussian(target: NetworkTarget, variances: Tensor) -> Gaussian[ModuleLayout]:
     """Return the Gaussian at the network's weights with these variances (P,)."""
     return Gaussian(weights(target).double(), Diag(variances), target.layout)
 

@@ -18,7 +18,7 @@ from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
 from bnncli.names import counted
 from bnncli.options.command import CommonOptions
-from bnncli.papers.runner import Made, RecipePart, Workshop
+from bnncli.papers.runner import MadePart, RecipePart, Workshop
 from bnncli.progress import Task
 from bnncli.system import signals
 from bnncli.system.devices import configure_torch
@@ -30,13 +30,13 @@ class _Request(NamedTuple):
     """A part to make, and the parts that it reads."""
 
     part: RecipePart
-    known: dict[RecipePart, Made]
+    known: dict[RecipePart, MadePart]
 
 
 class _Answer(NamedTuple):
     """The part with its warnings, or why there is none."""
 
-    made: Made | None
+    made: MadePart | None
     warnings: list[str]
     error: BnnError | None
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bnncli.errors import DataError
 from bnncli.evaluation.comparison import Estimate
 from bnncli.lazy import torch
-from bnncli.papers.digit_network import images
+from bnncli.papers.digit_network import read_images
 from bnncli.papers.recipe import Files, Measurements, Settings
 from bnncli.progress import Progress
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("posterior", "variant", "split", "sample_id", "entropy")
 
 
-def entropies(path: Path, posterior: str, split: str, *, variant: str = "mc") -> NDArray[np.float64]:
+def read_entropies(path: Path, posterior: str, split: str, *, variant: str = "mc") -> NDArray[np.float64]:
     """Return entropies (N,) of the class probabilities of a split by one posterior, nats, in the split's order.
 
     Raises:
@@ -74,7 +74,7 @@ def measure_entropy_curves(
     for data_set, path in inputs.items():
         for split in _SIDES:
             for method, posterior in settings["methods"].items():
-                found = np.sort(entropies(path, posterior, split))
+                found = np.sort(read_entropies(path, posterior, split))
                 arrays[f"{data_set} {split} {method}"] = found
                 key = f"{data_set}_{split}_{method}"
                 values[f"median_{key}"] = Estimate(float(np.median(found)))
@@ -153,26 +153,26 @@ def measure_certain_images(
     values: dict[str, Estimate] = {}
     arrays: dict[str, NDArray[Any]] = {}
     for data_set in (name for name in inputs if f"{name}_images" in inputs):
-        found = entropies(inputs[data_set], settings["posterior"], "test")[: settings["images"]]
-        pixels, labels = images(inputs[f"{data_set}_images"], count=len(found))
-        rows = [ends(found, np.flatnonzero(labels.numpy() == label)) for label in range(int(labels.max()) + 1)]
+        found = read_entropies(inputs[data_set], settings["posterior"], "test")[: settings["images"]]
+        pixels, labels = read_images(inputs[f"{data_set}_images"], count=len(found))
+        rows = [select_ends(found, np.flatnonzero(labels.numpy() == label)) for label in range(int(labels.max()) + 1)]
         shown = np.stack(
             [pixels.squeeze(1).numpy()[row] for row in rows if len(row)]
         )  # classes, both ends, height, width
         thicker = [row[:_SHOWN].mean() - row[_SHOWN:].mean() for row in shown]
-        alike = [apart(row[_SHOWN:]) - apart(row[:_SHOWN]) for row in shown]
+        alike = [measure_distance(row[_SHOWN:]) - measure_distance(row[:_SHOWN]) for row in shown]
         values |= {f"thicker_{data_set}": Estimate.of_repeats(thicker), f"alike_{data_set}": Estimate.of_repeats(alike)}
         arrays[data_set] = np.round(255 * shown).astype(np.uint8)
     return Measurements(values, arrays)
 
 
-def ends(entropy: NDArray[np.float64], rows: NDArray[np.intp]) -> NDArray[np.intp]:
+def select_ends(entropy: NDArray[np.float64], rows: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the five rows of the lowest entropy and the five of the highest, by entropy; none if there are fewer than ten."""
     order = rows[np.argsort(entropy[rows], kind="stable")]
     return np.concatenate([order[:_SHOWN], order[-_SHOWN:]]) if len(rows) >= 2 * _SHOWN else order[:0]
 
 
-def apart(shown: NDArray[np.float32]) -> float:
+def measure_distance(shown: NDArray[np.float32]) -> float:
     """Return the mean distance of images (n, height, width) to each other: root mean square over pixels."""
     flat = shown.reshape(len(shown), -1).astype(np.float64)
     distances = np.sqrt(np.square(flat[:, None] - flat[None]).mean(axis=2))

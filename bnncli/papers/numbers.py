@@ -66,7 +66,7 @@ class Formula:
         return _combine("/", operator.truediv, _PRODUCT, self, other)
 
     def __neg__(self) -> Formula:
-        return Formula(f"-{_enclosed(self, _MINUS)}", (self,), operator.neg, _MINUS)
+        return Formula(f"-{_enclose(self, _MINUS)}", (self,), operator.neg, _MINUS)
 
     def __abs__(self) -> Formula:
         return Formula(f"abs({self.text})", (self,), abs)
@@ -98,11 +98,11 @@ def _combine(
     symbol: str, function: Callable[..., float], binding: int, left: Formula | float, right: Formula | float
 ) -> Formula:
     left, right = _formula(left), _formula(right)
-    text = f"{_enclosed(left, binding)} {symbol} {_enclosed(right, binding + 1)}"
+    text = f"{_enclose(left, binding)} {symbol} {_enclose(right, binding + 1)}"
     return Formula(text, (left, right), function, binding)
 
 
-def _enclosed(part: Formula, binding: int) -> str:
+def _enclose(part: Formula, binding: int) -> str:
     return part.text if part.binding >= binding else f"({part.text})"
 
 
@@ -159,7 +159,7 @@ def any_of(*parts: Inequality) -> Combination:
     return Combination(parts, needs_all=False)
 
 
-def names_in(formula: Formula | Rule) -> list[str]:
+def list_names(formula: Formula | Rule) -> list[str]:
     """Return the names of the measured numbers in a formula or rule, each once, outermost first."""
     found: dict[str, None] = {}
     level: list[Formula | Inequality | Combination] = [formula]
@@ -191,14 +191,14 @@ class Numbers:
 
     def check(self, formula: Formula | Rule) -> None:
         """Raise Unmeasured unless every number of a formula or rule was measured."""
-        for name in names_in(formula):
+        for name in list_names(formula):
             if name not in self.found:
                 raise Unmeasured(self.why.get(name, self.otherwise or f"the experiment does not return {name}"))
 
     def estimate(self, formula: Formula) -> Estimate:
         """Compute a formula. Raises Unmeasured if one of its numbers is missing or the value is not finite."""
         self.check(formula)
-        found = {name: self.found[name] for name in names_in(formula)}
+        found = {name: self.found[name] for name in list_names(formula)}
         return self._estimate(formula, found)
 
     def decide(self, rule: Rule) -> bool | None:
@@ -212,7 +212,7 @@ class Numbers:
 
     def constants(self, rule: Rule) -> list[str]:
         """Return the numbers of a rule whose standard error is 0: all examples, repeats or checkpoints gave the same."""
-        return [name for name in names_in(rule) if _is_constant(self.found[name])]
+        return [name for name in list_names(rule) if _is_constant(self.found[name])]
 
     def _is_shown(self, rule: Rule, verdict: bool, level: float) -> bool:
         if isinstance(rule, Inequality):
@@ -224,7 +224,7 @@ class Numbers:
 
     def _sign(self, difference: Formula, level: float) -> int:
         """Return the sign of a difference; 0 if chance may decide it, or if a standard error of 0 leaves chance unknown."""
-        numbers = {name: self.found[name] for name in names_in(difference)}
+        numbers = {name: self.found[name] for name in list_names(difference)}
         found = self._estimate(difference, numbers)
         if found.count and not found.standard_error:  # checkpoints that gave the same count as one
             found = self._estimate(difference, {name: one[:1] for name, one in numbers.items()})
@@ -238,7 +238,7 @@ class Numbers:
             raise Unmeasured(f"one formula mixes numbers of {min(counts)} and of {max(counts)} checkpoints")
         try:
             if counts:
-                return _of_several(formula, found, counts.pop())
+                return _combine_values(formula, found, counts.pop())
             return self._of_one(formula, {name: one[0] for name, one in found.items()})
         except (ValueError, ZeroDivisionError, OverflowError, TypeError) as error:
             raise Unmeasured(f"it has no finite value: {error}") from None
@@ -272,7 +272,7 @@ class Numbers:
         return 1.0 if a == b else self.correlations.get((a, b), self.correlations.get((b, a), 0.0))
 
 
-def _of_several(formula: Formula, found: Mapping[str, Replicates], count: int) -> Estimate:
+def _combine_values(formula: Formula, found: Mapping[str, Replicates], count: int) -> Estimate:
     values = [
         formula.value({name: one[place if len(one) > 1 else 0].value for name, one in found.items()})
         for place in range(count)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 One = tuple[Mapping[str, float], Mapping[str, Any]]  # numbers and arrays of a data set
 
 
-def repeated(
+def measure_repeats(
     measure_one: Callable[[], One], repeats: int, task: Task
 ) -> tuple[dict[str, list[float]], Mapping[str, Any]]:
     """Measure several data sets: return all numbers by name, and the arrays of the first."""
@@ -222,7 +222,7 @@ def fit_laplace(target: ToyTarget, generator: torch.Generator) -> Gaussian[TanhL
     raise NumericError(f"no mode after {_MOST_NEWTON_STEPS} Newton steps", hint="use a larger \0prior_precision\0")
 
 
-def linearised(gaussian: Gaussian[TanhLayout], inputs: Tensor) -> tuple[Tensor, Tensor]:
+def linearise(gaussian: Gaussian[TanhLayout], inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean (N, K) and covariance (N, K, K) of the outputs, linearised at the Gaussian's mean."""
     layout = gaussian.layout
     jacobian: Tensor = torch.func.jacrev(lambda theta: layout.outputs(inputs, theta.unsqueeze(0))[0])(gaussian.mean)
@@ -343,7 +343,7 @@ def measure_regression_uncertainty(
     """
     repeats = int(settings["repeats"])
     task = progress.task("regression", repeats)
-    found, arrays = repeated(lambda: _measure_regression(settings, generator), repeats, task)
+    found, arrays = measure_repeats(lambda: _measure_regression(settings, generator), repeats, task)
     estimates = {name: Estimate.of_repeats(each) for name, each in found.items()}
     return Measurements(estimates | {"r_hat": Estimate(max(found["r_hat"]))}, arrays)
 
@@ -405,14 +405,14 @@ def _measure_regression(settings: Settings, generator: torch.Generator) -> tuple
         if name == "hmc":
             functions = outputs[:, :_PLACES, 0].unflatten(0, chains.shape[:2])
             values["r_hat"] = convergence(functions.numpy()).r_hat or math.inf
-    mean, covariance = linearised(gaussian, both)
+    mean, covariance = linearise(gaussian, both)
     means["linear"], sds["linear"] = mean[:_PLACES, 0], covariance[:_PLACES, 0, 0].sqrt()
     spread = torch.sqrt(covariance[_PLACES:, 0, 0] + noise**2)
     standard = (labels - mean[_PLACES:, 0]) / spread
     values["nll_linear"] = float((0.5 * standard.square() + spread.log()).mean()) + 0.5 * math.log(2 * math.pi)
     values |= {f"sd_{name}": float(sd.mean()) for name, sd in sds.items()}
-    values |= {f"error_{name}": _apart(sds[name], sds["hmc"]) for name in ("mc", "linear")}
-    values["difference"] = _apart(sds["mc"], sds["linear"])
+    values |= {f"error_{name}": _measure_distance(sds[name], sds["hmc"]) for name in ("mc", "linear")}
+    values["difference"] = _measure_distance(sds["mc"], sds["linear"])
     values["gap"] = values["error_mc"] - values["error_linear"]
     values["gap_nll"] = values["nll_mc"] - values["nll_linear"]
     arrays = {f"mean {name}": part.numpy() for name, part in means.items()}
@@ -420,7 +420,7 @@ def _measure_regression(settings: Settings, generator: torch.Generator) -> tuple
     return values, arrays | {"places": places[:, 0].numpy(), "x": x[:, 0].numpy(), "y": y.numpy()}
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def _measure_distance(one: Tensor, other: Tensor) -> float:
     """Return the mean distance of the logarithms of standard deviations."""
     return float((one / other).log().abs().mean())
 
@@ -453,7 +453,7 @@ def measure_confidence_map(
     """
     repeats = int(settings["repeats"])
     task = progress.task("classification", repeats)
-    found, arrays = repeated(lambda: _measure_map(settings, generator), repeats, task)
+    found, arrays = measure_repeats(lambda: _measure_map(settings, generator), repeats, task)
     estimates = {name: Estimate.of_repeats(each) for name, each in found.items()}
     return Measurements(estimates | {"r_hat": Estimate(max(found["r_hat"]))}, arrays)
 
@@ -496,7 +496,7 @@ def _measure_map(settings: Settings, generator: torch.Generator) -> tuple[dict[s
     chains = draw_chains(
         target, gaussian, generator, num_chains=int(settings["chains"]), num_draws=int(settings["hmc_draws"])
     )
-    mean, covariance = linearised(gaussian, both)
+    mean, covariance = linearise(gaussian, both)
     count = int(settings["draws"])
     probs = {
         "plug": mean.softmax(dim=1),
@@ -588,7 +588,7 @@ def measure_logistic_posterior(
     """
     repeats = int(settings["repeats"])
     task = progress.task("logistic regression", repeats)
-    found, arrays = repeated(
+    found, arrays = measure_repeats(
         lambda: _measure_logistic(toy_target(settings, generator), settings, generator), repeats, task
     )
     return Measurements({name: Estimate.of_repeats(each) for name, each in found.items()}, arrays)

@@ -24,9 +24,9 @@ from bnncli.names import counted
 from bnncli.numerics import random as seeds
 from bnncli.papers import BOTH
 from bnncli.papers.figures import MarkedNumber, MeasuredLine, Pair, draw_agreement, draw_lines
-from bnncli.papers.numbers import Formula, Numbers, Replicates, Unmeasured, names_in
+from bnncli.papers.numbers import Formula, Numbers, Replicates, Unmeasured, list_names
 from bnncli.papers.recipe import Cell, Claim, LineFigure, MarginalFigure, Needs, PaperRecipe, Reading, Results, Row
-from bnncli.papers.runner import ExperimentRun, Places, RecipePart, StudyRun, Workshop, parts_of
+from bnncli.papers.runner import ExperimentRun, Places, RecipePart, StudyRun, Workshop, list_parts
 from bnncli.session.inputs import open_posterior
 from bnncli.session.run import Run, Table
 
@@ -104,10 +104,18 @@ class JudgedCell:
     def texts(self, column: str) -> list[str]:
         """Return its row of a table for people; `column` says how a definition stands beside the column's name."""
         name = column.format(self.cell.column, self.definition) if self.definition else self.cell.column
-        ours = "" if self.ours is None else said(self.ours)
+        ours = "" if self.ours is None else format_number(self.ours)
         factor = "" if self.judged is None else f"{self.judged.factor:.2f}"
         verdict = f"{self.status}: {self.why}" if self.why else self.status
-        return [self.cell.row, name, said(self.cell.published), ours, f"{self.cell.tolerance:g}", factor, verdict]
+        return [
+            self.cell.row,
+            name,
+            format_number(self.cell.published),
+            ours,
+            f"{self.cell.tolerance:g}",
+            factor,
+            verdict,
+        ]
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ class JudgedClaim:
     @property
     def reason(self) -> str:
         """The numbers that decided, and why they did not."""
-        numbers = ", ".join(f"{name} {said(value)}" for name, value in self.numbers.items())
+        numbers = ", ".join(f"{name} {format_number(value)}" for name, value in self.numbers.items())
         return "; ".join(part for part in (numbers, self.why) if part)
 
     def to_json(self) -> dict[str, Any]:
@@ -179,7 +187,7 @@ def judge_claim(claim: Claim, numbers: Numbers, *, scale: str, absent: Mapping[s
         holds = numbers.decide(claim.rule)
     except Unmeasured as error:
         return JudgedClaim(claim, NOT_RUN, {}, error.message)
-    known = {name: numbers.estimate(Formula(name)) for name in names_in(claim.rule)}
+    known = {name: numbers.estimate(Formula(name)) for name in list_names(claim.rule)}
     if scale in claim.not_at:
         return JudgedClaim(claim, SHOWN, known, claim.not_at[scale])
     constant = numbers.constants(claim.rule) if holds is None else []
@@ -192,7 +200,7 @@ def _check_files(row: Cell | Claim, absent: Mapping[str, str]) -> None:
         raise Unmeasured("; ".join(lacking))
 
 
-def counts_said(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Say how many there are of each verdict: 3 hold, 1 does not hold."""
     return ", ".join(
         f"{count} {verdict if count == 1 else _OF_SEVERAL.get(verdict, verdict)}" for verdict, count in counts.items()
@@ -203,7 +211,7 @@ def _json(one: Estimate) -> dict[str, Any]:
     return {"value": one.value, "standard_error": one.standard_error, "count": one.count or None}
 
 
-def said(one: Estimate) -> str:
+def format_number(one: Estimate) -> str:
     """Write a number with its standard error for people."""
     value = f"{one.value:.4g}"
     return value if one.standard_error is None else f"{value} ± {one.standard_error:.2g}"
@@ -325,12 +333,12 @@ class Reproduction:
     def outcome(self, recipe: PaperRecipe) -> Outcome:
         """Judge a recipe whose parts were made."""
         workshop, options, places = self.workshop, self.workshop.options, self.workshop.places
-        scale, parts = options.scale, parts_of(recipe, options.scale)
+        scale, parts = options.scale, list_parts(recipe, options.scale)
         start = time.monotonic()
         studies, experiment = [workshop.study(one) for one in recipe.studies], workshop.experiment(recipe)
         rows, numbers = read_rows(recipe, studies, experiment)
         needs = [recipe.needs[scale], *(one.study.needs[scale] for one in studies)]
-        absent = _absent(needs, places)
+        absent = _find_absent(needs, places)
         cells = [
             judged
             for row in rows
@@ -376,7 +384,7 @@ def read_rows(recipe: PaperRecipe, studies: Sequence[StudyRun], experiment: Expe
     return rows, Numbers(found, results.why, otherwise=experiment.why or "", correlations=correlations)
 
 
-def _absent(needs: list[Needs], places: Places) -> dict[str, str]:
+def _find_absent(needs: list[Needs], places: Places) -> dict[str, str]:
     """Return the optional files that are missing, with what to give."""
     optional = {name: file for one in needs for name, file in one.optional.items()}
     return {name: said for name, file in optional.items() if (said := places.missing([file]))}
@@ -510,7 +518,7 @@ def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str])
     for figure, lines in outcome.line_figures:
         rows = []
         for name, measured in lines.items():
-            found = {x: said(Estimate(value, error)) for x, value, error in zip(*measured, strict=True)}
+            found = {x: format_number(Estimate(value, error)) for x, value, error in zip(*measured, strict=True)}
             rows.append([name, *(found.get(float(x), "") for x in figure.x)])
         parts.append(f"{figure.title}, {figure.y_label}:")
         parts.append(_table([figure.x_label, *(f"{x:g}" for x in figure.x)], rows))
@@ -533,7 +541,7 @@ def write_index(documents: Sequence[dict[str, Any]], target: Path, *, scale: str
     """Write a page of all recipes: how many cells and claims have which verdict, and the command of each."""
     rows = []
     for one in documents:
-        told = [counts_said(one["counts"][kind]) or "none" for kind in ("cells", "claims")]
+        told = [format_counts(one["counts"][kind]) or "none" for kind in ("cells", "claims")]
         rows.append([f"[{one['title']}]({one['recipe']}/results.md)", *told, f"`{one['command']}`"])
     head = [f"# Published results, reproduced: {scale}", f"    {line}"]
     page = "\n\n".join([*head, _table(["recipe", "cells", "claims", "command"], rows)]) + "\n"
@@ -543,19 +551,19 @@ def write_index(documents: Sequence[dict[str, Any]], target: Path, *, scale: str
 # Tables for people.
 
 
-def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:
+def build_tables(outcomes: Sequence[Outcome]) -> list[Table]:
     """Return the numbers and claims of one recipe, or a line for each of several."""
     if len(outcomes) == 1:
-        return _tables_of_one(outcomes[0])
+        return _build_recipe_tables(outcomes[0])
     rows = []
     for one in outcomes:
         counts = one.counts()
-        told = [counts_said(counts[kind]) or "none" for kind in ("cells", "claims")]
+        told = [format_counts(counts[kind]) or "none" for kind in ("cells", "claims")]
         rows.append([one.recipe.name, *told, f"{one.seconds:.1f}"])
     return [Table(["recipe", "numbers", "claims", "seconds"], rows)]
 
 
-def _tables_of_one(outcome: Outcome) -> list[Table]:
+def _build_recipe_tables(outcome: Outcome) -> list[Table]:
     recipe, found = outcome.recipe, []
     if outcome.cells:
         note = (
@@ -568,15 +576,17 @@ def _tables_of_one(outcome: Outcome) -> list[Table]:
             ["row", "column", "published", "ours", "tolerance", "k", "verdict"],
             f"{recipe.title} ({recipe.where})",
         )
-        found.append(Table(columns, rows, title, [note, *why]) if rows else _nothing_ran(why, title))
+        found.append(Table(columns, rows, title, [note, *why]) if rows else _build_reasons_table(why, title))
     if outcome.claims:
         rows = [[one.verdict, one.claim.text, one.reason] for one in outcome.claims if one.verdict != NOT_RUN]
         why = _reasons([one.why for one in outcome.claims if one.verdict == NOT_RUN], "claim")
-        found.append(Table(["claim", "claim", "by"], rows, notes=[CLAIM_RULE, *why]) if rows else _nothing_ran(why, ""))
+        found.append(
+            Table(["claim", "claim", "by"], rows, notes=[CLAIM_RULE, *why]) if rows else _build_reasons_table(why, "")
+        )
     return found or [Table(["recipe"], [[recipe.name]], notes=["no numbers and no claims"])]
 
 
-def _nothing_ran(why: list[str], title: str) -> Table:
+def _build_reasons_table(why: list[str], title: str) -> Table:
     return Table(["nothing ran"], [[one] for one in why], title)
 
 

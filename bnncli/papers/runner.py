@@ -23,7 +23,7 @@ import bnncli
 from bnncli import registry
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.commands.demo import fixture_path
-from bnncli.commands.grid.plan import Job, options_of, plan_jobs, read_grid
+from bnncli.commands.grid.plan import Job, list_options, plan_jobs, read_grid
 from bnncli.commands.grid.running import check_apart
 from bnncli.errors import BnnError, Interrupted, MissingInput, ReadError, WriteError
 from bnncli.evaluation.comparison import Estimate
@@ -40,7 +40,7 @@ from bnncli.options.command import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.declaration import declaration, made, spelled
+from bnncli.options.declaration import declaration, made, spell_options
 from bnncli.papers.numbers import Replicates, Unmeasured
 from bnncli.papers.recipe import FILES, Files, Measurements, Needs, PaperRecipe, Place, Reading, Settings, Step, Study
 from bnncli.progress import Progress, Task
@@ -143,10 +143,10 @@ class _Aside:
         self.voice.debug(text)
 
     def info(self, text: str) -> None:
-        self.voice.debug(str(spelled(text)))
+        self.voice.debug(str(spell_options(text)))
 
     def warn(self, text: str) -> None:
-        text = str(spelled(text))
+        text = str(spell_options(text))
         if text not in self.warnings:
             self.warnings.append(text)
 
@@ -158,7 +158,7 @@ class _Aside:
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedLine:
     """A line that ended.
 
     Args:
@@ -178,16 +178,16 @@ class Done:
         return {"line": self.line, "warnings": list(self.warnings), "failed": self.why}
 
 
-def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> Done:
+def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> FinishedLine:
     line = job.line
     for name, value in run.compute.given().items():  # seed, device and threads, where the line takes them and says none
-        if name in options_of(line.groups) and not line.gives(name):
+        if name in list_options(line.groups) and not line.gives(name):
             line = line.having(name, value)
     aside, start = _Aside(run.console), time.monotonic()
     try:
         result = _run_stage(run, line, job, aside, force=force)
         said = {"metrics": result.metrics, **result.extra} if result.metrics else result.extra
-        document = json.loads(json.dumps(spelled(said), allow_nan=False))
+        document = json.loads(json.dumps(spell_options(said), allow_nan=False))
         if result.action == "up_to_date" and target.is_file():  # what it printed when it was made says more
             document = {**read_object(target), **document}
         publish_bytes(target, json.dumps(document).encode(), may_replace=True)
@@ -195,8 +195,8 @@ def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> Done:
     except (Interrupted, ReadError, WriteError):
         raise
     except BnnError as error:
-        document, why = None, str(spelled(error.message + error.advice))
-    return Done(line.pasted(), document, round(time.monotonic() - start, 3), tuple(aside.warnings), why)
+        document, why = None, str(spell_options(error.message + error.advice))
+    return FinishedLine(line.pasted(), document, round(time.monotonic() - start, 3), tuple(aside.warnings), why)
 
 
 def _run_stage(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force: bool) -> Any:
@@ -239,7 +239,7 @@ class StudyRun:
 
     study: Study
     folder: Path
-    lines: Mapping[str, Mapping[str, Done]]
+    lines: Mapping[str, Mapping[str, FinishedLine]]
     why: str | None
 
     def replicates(self, reading: Reading) -> Replicates:
@@ -271,7 +271,7 @@ class StudyRun:
         return self.folder / "runs" / next(iter(self.lines)) / "posteriors" if self.lines else None
 
     @property
-    def ended(self) -> list[Done]:
+    def ended(self) -> list[FinishedLine]:
         """Every line."""
         return [done for lines in self.lines.values() for done in lines.values()]
 
@@ -281,7 +281,7 @@ def _score(reading: Reading) -> tuple[str, Place] | None:
     return (reading.step, reading.entry[2:]) if reading.called else None
 
 
-def _estimate(reading: Reading, lines: Mapping[str, Done]) -> Estimate:
+def _estimate(reading: Reading, lines: Mapping[str, FinishedLine]) -> Estimate:
     document = _document(reading.step, lines)
     keys = (reading.value, reading.error, reading.count)
     value, error, count = (None if key is None else number_at(document, (*reading.entry, key)) for key in keys)
@@ -292,7 +292,7 @@ def _estimate(reading: Reading, lines: Mapping[str, Done]) -> Estimate:
     return Estimate(value, error, 0 if count is None else int(count))
 
 
-def _document(step: str, lines: Mapping[str, Done]) -> dict[str, Any]:
+def _document(step: str, lines: Mapping[str, FinishedLine]) -> dict[str, Any]:
     done = lines.get(step)
     if done is None:
         raise Unmeasured(f"no step {step!r} (have: {', '.join(lines)})")
@@ -307,7 +307,7 @@ def number_at(document: Any, place: Place) -> float:
     if found is None and isinstance(holder, dict) and holder.get("undefined"):
         raise Unmeasured(f"undefined: {holder['undefined']}")
     if isinstance(found, bool) or not isinstance(found, int | float):
-        raise Unmeasured(f"no number at {_written(place)}: {str(found)[:80]}")
+        raise Unmeasured(f"no number at {_format_place(place)}: {str(found)[:80]}")
     return float(found)
 
 
@@ -318,18 +318,18 @@ def _follow(document: Any, place: Place) -> tuple[Any, Any]:
         holder = at
         if isinstance(part, str):
             if not isinstance(at, dict) or part not in at:
-                raise Unmeasured(f"no key {part!r} at {_written(place)}")
+                raise Unmeasured(f"no key {part!r} at {_format_place(place)}")
             at = at[part]
         else:
             entries = [one for one in at if isinstance(one, dict)] if isinstance(at, list) else []
             entries = [one for one in entries if all(str(one.get(key)) == value for key, value in part.items())]
             if len(entries) != 1:
-                raise Unmeasured(f"{len(entries)} entries {_written((part,))} at {_written(place)}")
+                raise Unmeasured(f"{len(entries)} entries {_format_place((part,))} at {_format_place(place)}")
             at = entries[0]
     return holder, at
 
 
-def _written(place: Place) -> str:
+def _format_place(place: Place) -> str:
     """Write a place for people: rows[name=la.mc,split=test].metrics[name=nll].value."""
     text = ""
     for part in place:
@@ -357,16 +357,16 @@ def run_study(run: Run, study: Study, scale: str, places: Places, *, folder: Pat
         return StudyRun(study, folder, {}, why)
     jobs = _plan(study, scale, places, folder)
     task = run.console.task(study.name, len(jobs))
-    ended: dict[int, Done] = {}
+    ended: dict[int, FinishedLine] = {}
     for job in jobs:
         failed = next((number for number in job.after if ended[number].why is not None), None)
         if failed is not None:
             said = f"it needs {jobs[failed].name}, which failed: {ended[failed].why}"
-            ended[job.number] = Done(job.line.pasted(), None, 0.0, (), said)
+            ended[job.number] = FinishedLine(job.line.pasted(), None, 0.0, (), said)
         else:
             ended[job.number] = _run_line(run, job, folder / "documents" / f"{job.stem}.json", force=force)
         task.advance(note=job.name[:60])
-    by_checkpoint: dict[str, dict[str, Done]] = {}
+    by_checkpoint: dict[str, dict[str, FinishedLine]] = {}
     for job in jobs:
         by_checkpoint.setdefault(job.called, {})[job.name] = ended[job.number]
     return StudyRun(study, folder, by_checkpoint, None)
@@ -427,7 +427,7 @@ class ExperimentRun:
     why: str | None
 
 
-def request_of(name: str, settings: Settings, files: Files, *, seed: int, progress: Progress) -> str:
+def digest_request(name: str, settings: Settings, files: Files, *, seed: int, progress: Progress) -> str:
     """Return the digest of all that the numbers of an experiment depend on: of a file its content, not its place."""
     inputs = {called: file_sha256(path, progress) for called, path in files.items()}
     asked = {"recipe": name, "settings": dict(settings), "inputs": inputs, "seed": seed, "version": bnncli.__version__}
@@ -441,7 +441,7 @@ def _papers_sha256() -> str:
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
-def keep(path: Path, request: str, measured: Measurements) -> None:
+def write_measurements(path: Path, request: str, measured: Measurements) -> None:
     """Write what was measured. Raises WriteError, OutputExists."""
     head = {"request": request, "values": {name: asdict(one) for name, one in measured.values.items()}}
     content = io.BytesIO()
@@ -451,7 +451,7 @@ def keep(path: Path, request: str, measured: Measurements) -> None:
     publish_bytes(path, content.getvalue(), may_replace=True)
 
 
-def kept(path: Path, request: str) -> Measurements | None:
+def read_measurements(path: Path, request: str) -> Measurements | None:
     """Return what was measured for the same request; None if there is no whole file of it."""
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as stored:
@@ -502,14 +502,14 @@ class RecipePart:
 
 
 @dataclass(frozen=True)
-class Made:
+class MadePart:
     """A part that was made, and the seconds that it took."""
 
     result: StudyRun | ExperimentRun
     seconds: float
 
 
-def parts_of(recipe: PaperRecipe, scale: str) -> list[RecipePart]:
+def list_parts(recipe: PaperRecipe, scale: str) -> list[RecipePart]:
     """Return the parts of a recipe, in an order in which none reads what a later one writes."""
     studies = [RecipePart(study, scale) for study in recipe.studies]
     return studies if recipe.experiment is None else [*studies, RecipePart(recipe, scale)]
@@ -528,7 +528,7 @@ class Workshop:
     options: ReproduceOptions
     places: Places
     folder: Path
-    made: dict[RecipePart, Made] = field(default_factory=dict)
+    made: dict[RecipePart, MadePart] = field(default_factory=dict)
 
     def make(self, part: RecipePart) -> None:
         """Make a part; those that it reads are there. Raises as run_study does."""
@@ -539,7 +539,7 @@ class Workshop:
         else:
             folder, force = self.folder / "studies" / part.name, self.options.force
             found = run_study(self.run, part.source, part.scale, self.places, folder=folder, force=force)
-        self.made[part] = Made(found, time.monotonic() - start)
+        self.made[part] = MadePart(found, time.monotonic() - start)
 
     def study(self, study: Study) -> StudyRun:
         """Return a study that was made."""
@@ -566,8 +566,8 @@ class Workshop:
         asked = recipe.settings[self.options.scale]
         settings = {**{name: str(path) for name, path in files.items()}, **asked}
         progress, place = self.run.console, self.folder / recipe.name / MEASURED
-        request = request_of(recipe.name, asked, files, seed=self.run.compute.seed, progress=progress)
-        if not self.options.force and (measured := kept(place, request)) is not None:
+        request = digest_request(recipe.name, asked, files, seed=self.run.compute.seed, progress=progress)
+        if not self.options.force and (measured := read_measurements(place, request)) is not None:
             progress.info(f"{recipe.name}: up to date (same settings and inputs); --force measures again")
             return ExperimentRun(settings, measured, said or None)
         generator = self.run.stream(f"reproduce/{recipe.name}")
@@ -577,7 +577,7 @@ class Workshop:
             raise
         except BnnError as error:
             return ExperimentRun(settings, None, f"{recipe.experiment.name} failed: {error.message}")
-        keep(place, request, measured)
+        write_measurements(place, request, measured)
         return ExperimentRun(settings, measured, said or None)
 
     def _files(self, recipe: PaperRecipe, needs: Needs) -> tuple[dict[str, Path], str]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from bnncli.lazy import torch
-from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
+from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, read_recorded_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -262,7 +262,7 @@ class NetworkLayout:
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> NetworkLayout:
         """Invert to_meta."""
-        return cls(tuple(int(size) for size in meta["sizes"]), recorded_name(meta))
+        return cls(tuple(int(size) for size in meta["sizes"]), read_recorded_name(meta))
 
     def weights(self, flat: Tensor) -> list[Tensor]:
         """Return each layer's weight (..., out, in), as views of all weights (..., W)."""
@@ -509,7 +509,7 @@ class HeadLayout:
     def from_meta(cls, meta: Mapping[str, Any]) -> HeadLayout:
         """Invert to_meta."""
         sizes = int(meta["num_outputs"]), int(meta["num_features"])
-        return cls(*sizes, bool(meta["has_bias"]), recorded_name(meta))
+        return cls(*sizes, bool(meta["has_bias"]), read_recorded_name(meta))
 
 
 def reduced_layout(layout: HeadLayout, rank: int) -> HeadLayout:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bnncli.errors import UsageError
 from bnncli.lazy import torch
-from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
-from bnncli.names import listed
+from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, read_recorded_name
+from bnncli.names import format_names
 from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamLayout, ParamPart, consecutive_parts, parts_to_json
 
 if TYPE_CHECKING:
@@ -405,14 +405,14 @@ class ModuleLayout:
         entries = [(str(name), tuple(int(size) for size in shape)) for name, shape in meta["network_params"]]
         parts = consecutive_parts([(name, shape, is_bias(name)) for name, shape in entries])
         shape = tuple(int(size) for size in meta["input_shape"])
-        return cls(parts, int(meta["num_outputs"]), shape, recorded_name(meta))
+        return cls(parts, int(meta["num_outputs"]), shape, read_recorded_name(meta))
 
     def bound_to(self, network: ModuleNetwork) -> ModuleLayout:
         """Return the layout bound to a network. Raises ValueError if the network lacks these parameters or buffers."""
         there = {name: tuple(value.shape) for name, value in _named_tensors(network.module).items()}
         odd = [part.name for part in self.parts if there.get(part.name) != part.shape]
         if odd:
-            raise ValueError(f"the network has no parameters {listed(odd)} with these shapes")
+            raise ValueError(f"the network has no parameters {format_names(odd)} with these shapes")
         return replace(self, network=network)
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:
@@ -550,7 +550,7 @@ def choose_parameters(module: nn.Module, pattern: str) -> Mapping[str, Tensor]:
             if not any(is_named(name, one) for name in every):
                 raise UsageError(
                     f"\0layers\0: expected {LAST}, {ALL} or patterns of parameter names; {one!r} matches none of "
-                    f"{listed(every, limit=20)}"
+                    f"{format_names(every, limit=20)}"
                 )
         chosen = {name: value for name, value in every.items() if any(is_named(name, one) for one in wanted)}
     if not chosen:

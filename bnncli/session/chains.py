@@ -38,12 +38,12 @@ def head_judges(run: Run, train: Split, held_out: Split | None) -> dict[str, Jud
 
 def network_judge(run: Run, target: NetworkTarget, split: NetworkSplit) -> Judge:
     """Return a function that measures convergence of a network's predictions on a split."""
-    rows = judged_rows(run, split)
+    rows = select_diagnostic_rows(run, split)
     examples = target.held_out(split.stored[rows].to(run.device), split.labels(run.device)[rows.to(run.device)])
     return lambda draws: label_convergence(draws, examples, progress=run.console)
 
 
-def judged_rows(run: Run, split: Split) -> torch.Tensor:
+def select_diagnostic_rows(run: Run, split: Split) -> torch.Tensor:
     """Return a seeded, ascending selection of at most MAX_ROWS examples of a split."""
     order = torch.randperm(len(split.content.features), generator=run.stream("hmc/held-out"))
     return order[:MAX_ROWS].sort().values
@@ -51,7 +51,7 @@ def judged_rows(run: Run, split: Split) -> torch.Tensor:
 
 def _judge_held_out(run: Run, train: Split, held_out: Split, draws: torch.Tensor) -> Convergence:
     """Measure convergence of the predictions for a few hundred seeded validation examples."""
-    rows = judged_rows(run, held_out)
+    rows = select_diagnostic_rows(run, held_out)
     return held_out_convergence(
         draws,
         torch.from_numpy(held_out.content.features)[rows],
@@ -103,7 +103,7 @@ def prediction_metrics(predictions: Mapping[str, Convergence], judged_by: str | 
     }
 
 
-def deciding_line(metrics: Mapping[str, Any]) -> str:
+def format_deciding_diagnostic(metrics: Mapping[str, Any]) -> str:
     """Return the number of draws and the deciding convergence, or why there is no effective sample size."""
     judged_by, numbers = metrics.get("judged_by"), deciding_numbers(metrics)
     of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
@@ -112,7 +112,7 @@ def deciding_line(metrics: Mapping[str, Any]) -> str:
     return f"{chains} of {counted(metrics['draws'], 'draw')}: {of}{agreement(numbers)}{why}"
 
 
-def other_lines(metrics: Mapping[str, Any]) -> list[str]:
+def format_other_diagnostics(metrics: Mapping[str, Any]) -> list[str]:
     """Return lines for the convergence numbers that do not decide."""
     judged_by = metrics.get("judged_by")
     if judged_by is not None:

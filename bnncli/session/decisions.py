@@ -107,14 +107,14 @@ def _missing_rule(run: Run, name: str, path: Path, there: Sequence[str]) -> Miss
     )
 
 
-def why_unfit(decision: DecisionFile, header: Header, classes: Sequence[str]) -> str | None:
+def explain_unfit_rule(decision: DecisionFile, header: Header, classes: Sequence[str]) -> str | None:
     """Return why a rule does not apply to these predictions, or None if it does."""
     if header.meta["split"] == decision.header.meta["split"]:
         return "the rule was calibrated on this split"
-    return why_unfit_for(decision, maker_of(header), classes)
+    return explain_unfit_rule_for(decision, maker_of(header), classes)
 
 
-def why_unfit_for(decision: DecisionFile, maker: Mapping[str, Any], classes: Sequence[str]) -> str | None:
+def explain_unfit_rule_for(decision: DecisionFile, maker: Mapping[str, Any], classes: Sequence[str]) -> str | None:
     """Return why a rule does not apply to new data predicted this way, or None if it does."""
     if maker != decision.header.meta["maker"]:
         return (
@@ -137,7 +137,7 @@ def scores_of(split: Decidable, name: str) -> NDArray:
     return found
 
 
-def described(decision: DecisionFile) -> dict[str, Any]:
+def identify_rule(decision: DecisionFile) -> dict[str, Any]:
     """Return the fields that identify the rule in its score rows."""
     meta, settings = decision.header.meta, decision.header.meta["settings"]
     kind = meta["rule"]
@@ -193,9 +193,9 @@ def decision_rows(
     """
     from bnncli.evaluation.statistics import score_rows
 
-    kind, choices = decision.kind, described(decision)
+    kind, choices = decision.kind, identify_rule(decision)
     other = {} if ood is None else {"ood": ood}
-    why = why_unfit(decision, split.header, split.file.classes)
+    why = explain_unfit_rule(decision, split.header, split.file.classes)
     if why is not None:
         names = ("detection_rate",) if kind == OOD and ood is not None else _NAMES[kind]
         size = len(split.file.sample_id)

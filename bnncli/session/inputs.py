@@ -22,7 +22,7 @@ from bnncli.artifacts.samples import SampleFile, read_constant, read_samples
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, MissingInput
 from bnncli.inference import memory
 from bnncli.lazy import torch
-from bnncli.likelihoods import BINARY, recorded_name
+from bnncli.likelihoods import BINARY, read_recorded_name
 from bnncli.numerics.digests import json_sha256
 from bnncli.parameters.layouts import ClassifierLayout, HeadLayout
 from bnncli.parameters.module import ModuleLayout
@@ -375,7 +375,7 @@ def open_posterior(path: Path) -> tuple[Any, Header]:
     try:
         return registry.load_class("posteriors", posterior_type).from_tensors(tensors, header.meta), header
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise _damaged(path, error) from None
+        raise _damage_error(path, error) from None
 
 
 def require_draws(run: Run, header: Header, *, num_used: int | None = None, option: str | None = None) -> None:
@@ -406,10 +406,10 @@ def open_samples(path: Path) -> tuple[Samples, SampleFile]:
     try:
         return samples_of(content), content
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise _damaged(path, error) from None
+        raise _damage_error(path, error) from None
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _damage_error(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged: {' '.join(str(error).split())[:120]}", code="damaged", path=path)
 
 
@@ -425,7 +425,7 @@ def samples_of(content: SampleFile) -> Samples:
     assert content.head_weight is not None
     weight = torch.from_numpy(content.head_weight)
     num_outputs, num_features = content.head_weight.shape[2:]
-    name = None if content.header is None else recorded_name(content.header.meta)
+    name = None if content.header is None else read_recorded_name(content.header.meta)
     layout = HeadLayout(num_outputs, num_features, content.head_bias is not None, name)
     bias = None if content.head_bias is None else torch.from_numpy(content.head_bias)
     return Samples(layout.join(weight, bias), layout)
@@ -437,7 +437,7 @@ def posterior_prior(path: Path, header: Header) -> Prior:
     Raises:
         DataError: there is none.
     """
-    prior = recorded_prior(header)
+    prior = read_recorded_prior(header)
     if prior is None:
         raise DataError(
             f"{path} has no prior precision",
@@ -447,19 +447,19 @@ def posterior_prior(path: Path, header: Header) -> Prior:
     return prior
 
 
-def recorded_prior(header: Header) -> Prior | None:
+def read_recorded_prior(header: Header) -> Prior | None:
     """Return the prior recorded in a posterior's header, with its mean from the file; None without one.
 
     Raises:
         DataError: the record is not a prior.
     """
     try:
-        return Prior.from_meta(header.meta, mean=_recorded_mean(header))
+        return Prior.from_meta(header.meta, mean=_read_prior_mean(header))
     except ValueError as error:
-        raise _damaged(header.path, error) from None
+        raise _damage_error(header.path, error) from None
 
 
-def _recorded_mean(header: Header) -> Tensor | None:
+def _read_prior_mean(header: Header) -> Tensor | None:
     """Return the mean (P,) of the recorded prior; None if it has none."""
     if header.meta.get("prior_mean_scale") is None:
         return None

@@ -15,7 +15,7 @@ from bnncli import registry
 from bnncli.artifacts.features import CHECK_ROWS
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import UNKNOWN_MAKER
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.resume import BUFFER_BYTES, RecordFile, remove_state, rows_path
 from bnncli.data.pixels import ImageCounts, Preprocess
 from bnncli.data.splits import Inputs, InputSplit
@@ -31,7 +31,7 @@ from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.options.shared import NO_NETWORK
 from bnncli.session.produce import Request, Resumable
 from bnncli.session.revisions import is_another
-from bnncli.session.run import ModelFiles, Run, arguments_by_name, opened_model, own_files
+from bnncli.session.run import ModelFiles, Run, arguments_by_name, open_requested_model, own_files
 from bnncli.system.input_files import open_regular
 from bnncli.system.memory import return_large_blocks
 from bnncli.system.user_code import CodeFolder
@@ -64,7 +64,7 @@ def record_of_files(run: Run, files: ModelFiles, *, kind: str, file_sha256: str,
     return {**files.to_json(run.folder.root), **digests, **read}
 
 
-def recorded_checkpoint(run: Run, files: ModelFiles | None, *, state: str | None) -> dict[str, Any] | None:
+def find_recorded_checkpoint(run: Run, files: ModelFiles | None, *, state: str | None) -> dict[str, Any] | None:
     """Return the checkpoint's record from features extracted with identical files; None if there are none.
 
     Features with warnings are ignored: the warnings may concern the checkpoint and must be repeated.
@@ -317,7 +317,7 @@ def orders(crew: Team) -> Iterator[Order]:
         yield order
 
 
-def in_turns(
+def iterate_in_order(
     batches: Callable[..., Iterator[ExtractedFeatures]], crew: Team, order: Order, num_batches: int
 ) -> Iterator[ExtractedFeatures]:
     """Yield all batches of an order on the first process: its own and those sent by the other workers.
@@ -518,7 +518,7 @@ class Network:
             found = own()
         else:
             order = Order.of(split, self.record, first_row=first_row, num_logits=num_logits)
-            found = in_turns(own, others, order, len(range(first_row, len(split), batch_size)))
+            found = iterate_in_order(own, others, order, len(range(first_row, len(split), batch_size)))
         found = track_batches(found, split, first_row=first_row, progress=self.run.console)
         return collect(found, len(split)) if store is None else store.collect(found)
 
@@ -571,12 +571,12 @@ class RecordedNetwork:
 
     def __init__(self, run: Run, header: Header, params: Mapping[str, Any], code: str | None) -> None:
         self.header, self._code = header, code
-        with interpreting(header.path):
+        with convert_lookup_errors(header.path):
             layer, self.dtype = header.meta["layer"], str(params["dtype"])
             sizes = {name: params[name] for name in ("mean", "std", "resize", "crop")}
             sizes |= {name: params[name] for name in ("no_exif", "background") if name in params}
             spec, arguments, state = str(params["model"]), list(params["model_arg"]), params.get("state")
-        saved = saved_as(spec, header)
+        saved = read_saved_model(spec, header)
         self.preprocess = Preprocess.parse(**sizes, transform=None if saved is None else saved.transform)
         self.network = Network.of(run, spec, arguments, layer, saved, params.get("output"), state=state)
         self.network.autocast = params.get("autocast")
@@ -659,7 +659,7 @@ def open_recorded(
         )
     if named is not None and named != spec:
         _check_same_code(spec, named)
-    code = _checked_code(run, header, named or spec) if ":" in spec else None
+    code = _check_code(run, header, named or spec) if ":" in spec else None
     if known is not None and known.is_of(header, code):
         return known
     return kind(run, header, {**params, "model": named or spec}, code)
@@ -685,7 +685,7 @@ def _check_same_code(spec: str, named: str) -> None:
         raise UsageError(f"\0model\0: the features of this run come from {spec!r}; got {named!r}")
 
 
-def _checked_code(run: Run, header: Header, named: str) -> str | None:
+def _check_code(run: Run, header: Header, named: str) -> str | None:
     """Return the digest of a network's files, checked to be unchanged since extraction; None without files.
 
     Raises:
@@ -716,17 +716,17 @@ def _file_of_code(named: str) -> tuple[Path, str] | None:
 
 def _files_of_model(named: str, header: Header) -> tuple[Path, str] | None:
     """Return the folder of a saved model's files and their digest; None without files."""
-    saved = saved_as(named, header)
+    saved = read_saved_model(named, header)
     if saved is None or not saved.files:
         return None
     files = ModelFiles.of(saved.files)
     return files.folder, f"sha256:{files.sha256()}"
 
 
-def saved_as(spec: str, header: Header) -> SavedModel | None:
+def read_saved_model(spec: str, header: Header) -> SavedModel | None:
     """Return the saved model in a feature header's parameters; None for other networks."""
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         params = header.provenance["params"]
         arguments = list(params["model_arg"])
         asked = {name: params.get(name) for name in ("base_model", "feature_node")}
-    return opened_model(spec, arguments, **asked)
+    return open_requested_model(spec, arguments, **asked)

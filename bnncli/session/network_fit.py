@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.features import FeatureFile, label_counts
 from bnncli.artifacts.files import read_header
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.errors import CheckFailed, DataError
 from bnncli.lazy import special, torch
 from bnncli.likelihoods import Likelihood, likelihood_of
-from bnncli.names import counted, percent, quoted
+from bnncli.names import counted, percent, quote_name
 from bnncli.progress import Progress
 from bnncli.session.run import Run
 
@@ -30,12 +30,12 @@ _SIDE = 1.5  # ratio of heights or widths of images
 _FEW_TOKENS, _COVERED, _ONE_TOKEN, _TIMES_AS_LARGE = 200, 4.0, 0.25, 20.0
 
 
-def recorded_statistics(header: Header) -> Mapping[str, Any] | None:
+def read_input_statistics(header: Header) -> Mapping[str, Any] | None:
     """Return a split's recorded input statistics; None for features of earlier versions and ready-made features."""
     record = header.provenance.get("input_statistics")
     if record is None:
         return None
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         difference("", record, "", record, is_scale_alone=False)  # reads every field
     return dict(record)
 
@@ -45,18 +45,18 @@ def reference_of(run: Run) -> tuple[str, Mapping[str, Any]] | None:
     for name in run.folder.splits():
         with suppress(DataError):  # a damaged split does not block the others
             header = read_header(run.folder.features(name))
-            if not _is_lenient(header) and (found := recorded_statistics(header)) is not None:
+            if not _is_lenient(header) and (found := read_input_statistics(header)) is not None:
                 return name, found
     return None
 
 
-def unlike_inputs(run: Run, names: Iterable[str]) -> list[str]:
+def describe_input_differences(run: Run, names: Iterable[str]) -> list[str]:
     """Return a description of how each split's inputs differ from the reference's, for splits that differ."""
     reference = reference_of(run)
     found = []
     for name in names:
         header = read_header(run.folder.features(name))
-        statistics = recorded_statistics(header)
+        statistics = read_input_statistics(header)
         if reference is not None and statistics is not None and name != reference[0]:
             found.append(difference(name, statistics, *reference, is_scale_alone=_is_lenient(header)))
     return [text for text in found if text is not None]
@@ -72,17 +72,17 @@ def difference(
         is_scale_alone: whether only a difference in scale (such as 255) counts, as for OOD data and corrupted copies.
     """
     if "tokens" in found and "tokens" in known:
-        return None if is_scale_alone else _of_tokens(name, found["tokens"], reference, known["tokens"])
+        return None if is_scale_alone else _compare_tokens(name, found["tokens"], reference, known["tokens"])
     if "mean" not in found or "mean" not in known:
         return None
-    what = _of_numbers(found, reference, known, is_scale_alone=is_scale_alone)
+    what = _compare_numbers(found, reference, known, is_scale_alone=is_scale_alone)
     return None if what is None else f"{name}: {what}: {_numbers(found)} ({reference}: {_numbers(known)})"
 
 
-def _of_numbers(
+def _compare_numbers(
     found: Mapping[str, Any], reference: str, known: Mapping[str, Any], *, is_scale_alone: bool
 ) -> str | None:
-    deviation, own = _pooled(found["std"]), _pooled(known["std"])
+    deviation, own = _pool_deviations(found["std"]), _pool_deviations(known["std"])
     most = _OOD_FACTOR if is_scale_alone else _FACTOR
     factors = (_ratio(found["mean_absolute"], known["mean_absolute"]), _ratio(deviation, own))
     is_few = found["num_rows"] < _FEW_ROWS
@@ -119,7 +119,7 @@ def _of_numbers(
     return None
 
 
-def _of_tokens(name: str, found: Mapping[str, Any], reference: str, known: Mapping[str, Any]) -> str | None:
+def _compare_tokens(name: str, found: Mapping[str, Any], reference: str, known: Mapping[str, Any]) -> str | None:
     shares, own = (
         {token: count / one["num"] for token, count in zip(one["commonest"], one["counts"], strict=True)}
         for one in (found, known)
@@ -160,7 +160,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _pooled(deviations: Sequence[float]) -> float:
+def _pool_deviations(deviations: Sequence[float]) -> float:
     return math.sqrt(sum(value**2 for value in deviations) / len(deviations))
 
 
@@ -312,13 +312,13 @@ class _Sums:
         error = math.sqrt(max(self.squared_loss / num - nll**2, 0) / num)
         is_sure = nll - uniform > _NLL_ERRORS * error
         is_poor = special.bdtr(round(self.correct), num, chance + _SKILL * (1 - chance)) < _LEVEL
-        relabelled = None if self.confusion is None else _relabelled(self.confusion, largest, classes)
+        relabelled = None if self.confusion is None else _find_relabelling(self.confusion, largest, classes)
         is_misread = relabelled or (is_sure and (is_poor or found.is_of_another_scale))
         verdict = MISREAD if is_misread else OVERCONFIDENT if is_sure else FITS
         return replace(found, verdict=verdict, relabelled=relabelled)
 
 
-def _relabelled(confusion: NDArray, largest: float, classes: Sequence[str]) -> dict[str, Any] | None:
+def _find_relabelling(confusion: NDArray, largest: float, classes: Sequence[str]) -> dict[str, Any] | None:
     """Return a numbering of the labels that fits far better than the given one, beyond chance; None without one."""
     total = confusion.sum(axis=0)
     num, num_classes = int(total.sum()), len(total)
@@ -345,26 +345,28 @@ def _relabelled(confusion: NDArray, largest: float, classes: Sequence[str]) -> d
     best = linear_sum_assignment(-total)[1]
     moved = [label for label in labels if best[label] != label and total[label, best[label]]]
     moved.sort(key=lambda label: -total[label, best[label]])
-    pairs = [f"{quoted(classes[int(label)])} as {quoted(classes[int(best[label])])}" for label in moved[:_MOST_PAIRS]]
+    pairs = [
+        f"{quote_name(classes[int(label)])} as {quote_name(classes[int(best[label])])}" for label in moved[:_MOST_PAIRS]
+    ]
     rest = f" and {len(moved) - _MOST_PAIRS} more" if len(moved) > _MOST_PAIRS else ""
     return {"how": f"permuted: with {', '.join(pairs)}{rest}", "accuracy": count / num}
 
 
-def recorded_fit(header: Header) -> NetworkFit | None:
+def read_recorded_fit(header: Header) -> NetworkFit | None:
     """Return a split's recorded fit; None for splits without labels or head, and of earlier versions."""
     record = header.provenance.get("network_fit")
     if record is None:
         return None
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         fit = NetworkFit(**{one.name: record[one.name] for one in fields(NetworkFit)})
         _ = fit.sentence(""), fit.doubt("")  # reads every field
     return fit
 
 
-def misread_splits(run: Run, names: Iterable[str]) -> list[str]:
+def find_misread_splits(run: Run, names: Iterable[str]) -> list[str]:
     """Return a description of each of these splits that the network misreads."""
     paths = [(name, run.folder.features(name)) for name in dict.fromkeys(names)]
-    fits = [(name, recorded_fit(read_header(path))) for name, path in paths if path.is_file()]
+    fits = [(name, read_recorded_fit(read_header(path))) for name, path in paths if path.is_file()]
     return [fit.doubt(name) for name, fit in fits if fit is not None and fit.verdict == MISREAD]
 
 
@@ -374,7 +376,7 @@ def check_network_fits(run: Run, names: Iterable[str], *, is_accepted: bool) -> 
     Raises:
         CheckFailed: it does.
     """
-    found = [] if is_accepted else misread_splits(run, names)
+    found = [] if is_accepted else find_misread_splits(run, names)
     if found:
         others = f"; {counted(len(found) - 1, 'more split')} like this" if len(found) > 1 else ""
         raise CheckFailed(

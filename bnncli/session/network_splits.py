@@ -21,8 +21,8 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageErr
 from bnncli.lazy import torch
 from bnncli.models import AdaptedModel
 from bnncli.models.features import MASK, pass_to_head
-from bnncli.models.head import Head, before_links, choose_output, logits_before, logits_of
-from bnncli.names import listed
+from bnncli.models.head import Head, choose_output, find_logits_before, logits_of, record_link_inputs
+from bnncli.names import format_names
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import STATE, ModuleLayout, ModuleNetwork, choose_parameters
@@ -117,11 +117,11 @@ def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         raise
     except Exception as error:  # the network is foreign code and may raise anything
         why = " ".join(str(error).split())[:160]
-        raise _refused(f"it cannot be differentiated by torch.func ({type(error).__name__}: {why})") from error
+        raise _refusal_error(f"it cannot be differentiated by torch.func ({type(error).__name__}: {why})") from error
     if not bool((back - forth.sum()).abs() <= _SAME * forth.abs().sum() + _SAME):
-        raise _refused("its forward and backward derivatives differ: part of it changes only the gradients")
+        raise _refusal_error("its forward and backward derivatives differ: part of it changes only the gradients")
     if torch.equal(both[0], both[1]):
-        raise _refused("its logits do not depend on these parameters")
+        raise _refusal_error("its logits do not depend on these parameters")
     (gradient,) = pull(
         torch.arange(1, outputs.numel() + 1, dtype=theta.dtype, device=theta.device).cos().view_as(outputs)
     )
@@ -132,14 +132,14 @@ def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     with torch.no_grad():
         change = (of_all(moved) - outputs).abs().max() if still else outputs.new_zeros(())
     if change > _SAME * _STEP * (1 + outputs.abs().max()):
-        names = listed(part.name for part in still)
-        raise _refused(
+        names = format_names(part.name for part in still)
+        raise _refusal_error(
             f"changing {names} changes the network's logits, but their derivative is zero: part of the network "
             "is detached or rounds its values"
         )
 
 
-def _refused(why: str) -> DataError:
+def _refusal_error(why: str) -> DataError:
     return DataError(f"\0layers\0: cannot fit a posterior over these parameters: {why}", code="not_differentiable")
 
 
@@ -163,7 +163,7 @@ def read_inputs(split: InputSplit, module: nn.Module, *, progress: Progress = SI
     packed: list[Tensor] = []
     start = 0
     for batch in split.batches(BATCH, num_workers=_workers(split)):
-        part = packed_inputs(batch)
+        part = pack_inputs(batch)
         if isinstance(batch.inputs, dict) and has_tokens(batch.inputs):
             if not packed:
                 require(2 * part[0].nbytes * len(split), "cpu", what=what, hint=_HINT)
@@ -173,31 +173,31 @@ def read_inputs(split: InputSplit, module: nn.Module, *, progress: Progress = SI
                 require(part[0].nbytes * len(split), "cpu", what=what, hint=_HINT)
                 whole = torch.empty((len(split), *part.shape[1:]), dtype=part.dtype)
             if part.shape[1:] != whole.shape[1:]:
-                raise _unsupported(f"they have shapes {tuple(whole.shape[1:])} and {tuple(part.shape[1:])}")
+                raise _unsupported_error(f"they have shapes {tuple(whole.shape[1:])} and {tuple(part.shape[1:])}")
             whole[start : start + len(part)] = part
         start += len(part)
         task.advance(len(part))
-    return _joined(packed, list(batch.inputs), module) if whole is None else whole
+    return _join_batches(packed, list(batch.inputs), module) if whole is None else whole
 
 
-def near(inputs: Tensor, device: torch.device) -> Tensor:
+def move_if_room(inputs: Tensor, device: torch.device) -> Tensor:
     """Move the inputs to the device if they leave enough room; otherwise leave them, to be moved block by block."""
     return inputs.to(device) if inputs.nbytes <= RESIDENT_SHARE * available_memory(device) else inputs
 
 
-def packed_inputs(batch: Batch) -> Tensor:
+def pack_inputs(batch: Batch) -> Tensor:
     """Return a batch as one tensor: unchanged, or the network's arguments stacked to (n, arguments, ...).
 
     Raises:
         DataError: arguments differ in shape or are floats; or the network processes each audio clip without its padding.
     """
     if batch.lengths is not None and len({*batch.lengths}) > 1:
-        raise _unsupported("it processes each example without its padding")
+        raise _unsupported_error("it processes each example without its padding")
     if not isinstance(batch.inputs, dict):
         return batch.inputs.float()
     parts = list(batch.inputs.values())
     if len({part.shape for part in parts}) > 1 or (len(parts) > 1 and parts[0].is_floating_point()):
-        raise _unsupported("it takes several inputs that differ in shape or are not integers")
+        raise _unsupported_error("it takes several inputs that differ in shape or are not integers")
     return torch.stack([part.float() for part in parts], dim=1)
 
 
@@ -207,19 +207,19 @@ def has_tokens(inputs: Inputs) -> bool:
     return not any(part.is_floating_point() for part in parts)
 
 
-def _unsupported(why: str) -> DataError:
+def _unsupported_error(why: str) -> DataError:
     message = f"\0layers\0: cannot read the network's inputs as one tensor: {why}; only its last layer is supported"
     return DataError(message, code="unsupported_inputs")
 
 
-def _joined(parts: list[Tensor], names: list[str], module: nn.Module) -> Tensor:
+def _join_batches(parts: list[Tensor], names: list[str], module: nn.Module) -> Tensor:
     """Join packed batches, right-padded to the longest with the network's padding."""
     longest, count = max(part.shape[-1] for part in parts), sum(map(len, parts))
     is_padded = any(part.shape[-1] != longest for part in parts)
     if is_padded and (getattr(getattr(module, "config", None), "pad_token_id", None) or 0) < 0:
-        raise _unsupported("its tokenizer has no padding token")
+        raise _unsupported_error("its tokenizer has no padding token")
     if MASK not in names and is_padded:
-        raise _unsupported(f"it has no attention mask ({MASK}) for padded texts")
+        raise _unsupported_error(f"it has no attention mask ({MASK}) for padded texts")
     padding = torch.zeros(len(names), 1, dtype=parts[0].dtype)
     if "input_ids" in names:
         padding[names.index("input_ids")] = getattr(getattr(module, "config", None), "pad_token_id", None) or 0
@@ -399,9 +399,9 @@ class NetworkReader:
             recorded.check_head(head)
             if head is None:
                 raise DataError("the run's inputs are features, so the run has only a last layer", code="no_network")
-            from bnncli.models.huggingface import with_plain_attention
+            from bnncli.models.huggingface import use_plain_attention
 
-            module = with_plain_attention(recorded.network.module.eval().requires_grad_(False))
+            module = use_plain_attention(recorded.network.module.eval().requires_grad_(False))
             first = next(example.take(np.arange(1)).batches(1)).inputs
             names = tuple(first) if isinstance(first, dict) else ()
             features_of = partial(pass_to_head, head)
@@ -422,9 +422,9 @@ class NetworkReader:
             if not isinstance(saved, AdaptedModel):
                 raise
             if _APART not in self._opened:
-                from bnncli.models.huggingface import with_plain_attention
+                from bnncli.models.huggingface import use_plain_attention
 
-                module = with_plain_attention(saved.build_apart().to(self.run.device))
+                module = use_plain_attention(saved.build_apart().to(self.run.device))
                 self._opened[_APART] = replace(network, module=module, _states={}), head
             return self._opened[_APART]
         return network, head
@@ -446,7 +446,7 @@ class NetworkReader:
         example = self.input_split(split, split.content.header)
         network, head = self.chosen(example, pattern)
         first = read_inputs(example.longest(_LOOKED_AT), network.module)
-        return self._layout(split, pattern, network, head, near(first, self.run.device))
+        return self._layout(split, pattern, network, head, move_if_room(first, self.run.device))
 
     def _layout(self, split: Split, pattern: str, network: ModuleNetwork, head: Head, inputs: Tensor) -> ModuleLayout:
         """Return the layout for inputs (n, ...), checking derivatives at two of them."""
@@ -472,7 +472,7 @@ class NetworkReader:
         assert header is not None
         example = self.input_split(split, header)
         network, head = self.chosen(example, pattern)
-        inputs = near(read_inputs(example, network.module, progress=self.run.console), self.run.device)
+        inputs = move_if_room(read_inputs(example, network.module, progress=self.run.console), self.run.device)
         layout = self._layout(split, pattern, network, head, inputs)
         found = NetworkSplit(
             split.content, split.source, split.checkpoint, split.classes_source,
@@ -548,9 +548,9 @@ class _Logits:
         if form is None:
             output = logits_of(run())
         else:
-            with nullcontext() if form.link == "none" else before_links():
+            with nullcontext() if form.link == "none" else record_link_inputs():
                 returned = run()
             output = choose_output(returned, form.output) if form.output else logits_of(returned)
             if form.link != "none":
-                output = logits_before(output, form.link)
+                output = find_logits_before(output, form.link)
         return output.reshape(len(output), -1)

@@ -34,7 +34,7 @@ TRAIN, VAL, BOTH = FIT_ON = ("train", "val", "train+val")
 _FEW = 0.02  # largest share of all rows in a fold that reuses the covariance of the whole fit
 
 
-def fit_on(header: Header | None) -> str:
+def read_fitted_splits(header: Header | None) -> str:
     """Return the splits a posterior was fitted to, joined by +.
 
     Raises:
@@ -49,7 +49,7 @@ def fit_on(header: Header | None) -> str:
 
 def fit_on_meta(base: Header | None) -> dict[str, str]:
     """Return the meta entry for the rows a posterior inherits from its base; empty for train."""
-    return {} if fit_on(base) == TRAIN else {"fit_on": fit_on(base)}
+    return {} if read_fitted_splits(base) == TRAIN else {"fit_on": read_fitted_splits(base)}
 
 
 def require_features(run: Run) -> None:
@@ -78,7 +78,7 @@ def load_fitted(run: Run, wanted: str) -> Split:
     return replace(first, content=content, also=tuple(other.source for other in others))
 
 
-def held_out_of(fitted: Split, split: Split | None) -> Split | None:
+def keep_if_held_out(fitted: Split, split: Split | None) -> Split | None:
     """Return the split if none of its rows are fitted to, else None."""
     is_fitted = split is not None and split.source in fitted.sources
     return None if is_fitted else split
@@ -183,7 +183,7 @@ class GaussianFolds(OutOfFold):
         from bnncli.inference.mode import covariance_at
 
         some, structure = (
-            target.some(fitted_rows(self.rows, place, target.num_examples)),
+            target.some(select_fitted_rows(self.rows, place, target.num_examples)),
             self.whole.covariance.structure,
         )
         within = rows_of(self.whole.covariance)
@@ -193,15 +193,15 @@ class GaussianFolds(OutOfFold):
         return replace(within, inner=inner)
 
 
-def fitted_rows(folds: Tensor, place: int, num_examples: int) -> Tensor:
+def select_fitted_rows(folds: Tensor, place: int, num_examples: int) -> Tensor:
     """Return the rows (n,) a fold is fitted to; folds (N,) are those of the last N examples."""
     others = num_examples - len(folds)
     return torch.cat([torch.arange(others), others + (folds != place).nonzero()[:, 0]])
 
 
-def knows(header: Header, split: Split) -> bool:
+def is_fitted_to(header: Header, split: Split) -> bool:
     """Return whether a posterior was fitted to a split other than train."""
-    return split.content.name == VAL and VAL in fit_on(header).split("+")
+    return split.content.name == VAL and VAL in read_fitted_splits(header).split("+")
 
 
 def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[Header, Prior], Any]) -> OutOfFold:

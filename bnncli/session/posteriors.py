@@ -14,7 +14,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import write_posterior
 from bnncli.artifacts.provenance import Source
-from bnncli.artifacts.resume import recorded_choice, state_path
+from bnncli.artifacts.resume import read_recorded_choice, state_path
 from bnncli.errors import BnnError, NumericError, UsageError
 from bnncli.inference import memory
 from bnncli.inference.network_memory import StochasticFitPlan, require_steps
@@ -25,10 +25,17 @@ from bnncli.parameters.prior import Prior
 from bnncli.session import predictions
 from bnncli.session.inputs import Split, head_tensors, open_posterior, posterior_prior, posterior_source
 from bnncli.session.network_splits import network_sources
-from bnncli.session.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted, require_features, unique_sources
-from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.out_of_fold import (
+    fit_on_meta,
+    keep_if_held_out,
+    load_fitted,
+    read_fitted_splits,
+    require_features,
+    unique_sources,
+)
+from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import labeled_val
+from bnncli.session.val_report import load_labeled_val
 from bnncli.system.memory import budget
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ _SUFFIXES = {"posterior": ".safetensors", "samples": ".nc"}
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitOutput:
     """Output of a fit.
 
     Attributes:
@@ -114,7 +121,7 @@ def posterior_request(
 
 
 def produce_posterior(
-    run: Run, request: Request, fit: Callable[[], Fitted], report: Callable[[Mapping[str, Any]], Report]
+    run: Run, request: Request, fit: Callable[[], FitOutput], report: Callable[[Mapping[str, Any]], Report]
 ) -> Result:
     """Produce a posterior: up to date, fitted, replaced or planned.
 
@@ -126,7 +133,7 @@ def produce_posterior(
         BnnError: see `produce`.
     """
 
-    def compute() -> Computed:
+    def compute() -> ComputationOutput:
         fitted = fit()
         tensors, meta = _content(fitted)
         said = report({**meta, "metrics": {**meta["metrics"], **fitted.told}})
@@ -139,16 +146,18 @@ def produce_posterior(
                     request.target, tensors, meta=meta, provenance=provenance, may_replace=may_replace
                 )
 
-        return Computed(publish, said.metrics, said.summary, said.failure)
+        return ComputationOutput(publish, said.metrics, said.summary, said.failure)
 
-    def when_fresh(header: Header) -> Computed:
+    def when_fresh(header: Header) -> ComputationOutput:
         said = report({**header.meta, "metrics": header.meta.get("metrics", {})})
-        return Computed(lambda provenance, may_replace: header.content_digest, said.metrics, said.summary, said.failure)
+        return ComputationOutput(
+            lambda provenance, may_replace: header.content_digest, said.metrics, said.summary, said.failure
+        )
 
     return produce(run, request, compute, when_fresh=when_fresh)
 
 
-def _content(fitted: Fitted) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _content(fitted: FitOutput) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors and meta to store."""
     tensors, meta = dict(fitted.tensors), {**fitted.meta, "metrics": dict(fitted.metrics)}
     if fitted.split is not None:
@@ -160,7 +169,7 @@ def _content(fitted: Fitted) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 HEAD, NETWORK = "head", "network"
 _FREE = ("map", "temperature")  # methods that take no gradients of the training data
-_MADE_OF = ("refine",)  # methods whose base is part of the result, not only the source of a prior
+_METHODS_INCLUDING_BASE = ("refine",)  # methods whose base is part of the result, not only the source of a prior
 
 
 @dataclass(frozen=True)
@@ -226,7 +235,7 @@ def total_cost(header: Header | None) -> TotalCost:
     """Return the cost of a posterior from its header; unknown without one."""
     if header is None:
         return TotalCost(None, None, None)
-    found = _own(header)
+    found = _sum_passes(header)
     if header.meta.get("method") in (
         "ensemble",
         "mola",
@@ -234,11 +243,11 @@ def total_cost(header: Header | None) -> TotalCost:
         members = _count(header.meta.get("metrics", {}))
         return TotalCost(None, None, None) if members is None else TotalCost(0.0, members, 0.0)
     if found is None:
-        return TotalCost(None, None, _training(header))
-    return TotalCost(found[HEAD], found[NETWORK], _training(header))
+        return TotalCost(None, None, _count_training_passes(header))
+    return TotalCost(found[HEAD], found[NETWORK], _count_training_passes(header))
 
 
-def _own(header: Header) -> dict[str, float] | None:
+def _sum_passes(header: Header) -> dict[str, float] | None:
     """Return the passes through head and network of a posterior and its base; None if unknown."""
     method = str(header.meta.get("method"))
     found = {HEAD: 0.0, NETWORK: 0.0}
@@ -249,16 +258,16 @@ def _own(header: Header) -> dict[str, float] | None:
         return None
     found[own.through] += own.passes
     for entry in header.inputs:
-        if entry["role"] == "base" and method in _MADE_OF:
+        if entry["role"] == "base" and method in _METHODS_INCLUDING_BASE:
             path = header.input_path(entry)
-            base = _own(read_header(path)) if path.is_file() else None
+            base = _sum_passes(read_header(path)) if path.is_file() else None
             if base is None:
                 return None
             found = {name: passes + base[name] for name, passes in found.items()}
     return found
 
 
-def _training(header: Header) -> float | None:
+def _count_training_passes(header: Header) -> float | None:
     """Return the gradient passes that trained the checkpoint; None if unknown."""
     network = header.path.with_name("map.safetensors")
     return _count(read_header(network).meta) if network.is_file() else None
@@ -323,7 +332,7 @@ LEAVE_OUT = "omit \0learning_rate\0 to let bnncli choose one"
 
 
 @contextmanager
-def chosen_instead(learning_rate: float | None) -> Iterator[None]:
+def suggest_default_learning_rate(learning_rate: float | None) -> Iterator[None]:
     """Suggest dropping --learning-rate if training in the block diverges with a given rate."""
     try:
         yield
@@ -335,10 +344,10 @@ def chosen_instead(learning_rate: float | None) -> Iterator[None]:
 
 Options = TypeVar("Options", bound=SearchedPriorOptions)
 _SEARCH = "prior_search"
-_MOST_DRAWN = 2**28  # numbers drawn in a trial: 1 GiB
+_MAX_NUMBERS_PER_TRIAL = 2**28  # numbers drawn in a trial: 1 GiB
 
 
-def with_prior_choice(
+def resolve_prior_choice(
     run: Run, options: Options, val: Split | None, *, num_drawn: int, too_short: str | None = None
 ) -> Options:
     """Return the options, with inherit in place of auto and the reason reported if no search is possible.
@@ -355,7 +364,7 @@ def with_prior_choice(
         why = f"no search over \0layers\0 {options.layers}"
     elif val is None:
         why = "no labelled val split to search on"
-    elif num_drawn * val.layout.num_params > _MOST_DRAWN:
+    elif num_drawn * val.layout.num_params > _MAX_NUMBERS_PER_TRIAL:
         why = f"draws of {val.layout.num_params:,} parameters are too large to search"
     elif too_short is not None:
         why = f"{too_short}, too short to search"
@@ -365,9 +374,9 @@ def with_prior_choice(
     return replace(options, prior_precision=INHERIT)
 
 
-def stored_search(request: Request) -> dict[str, Any] | None:
+def read_stored_search(request: Request) -> dict[str, Any] | None:
     """Return the metrics of a search from an interrupted run; None without one."""
-    found = recorded_choice(state_path(request.target), _SEARCH)
+    found = read_recorded_choice(state_path(request.target), _SEARCH)
     return found if isinstance(found, dict) and "prior_precision" in found else None
 
 
@@ -421,7 +430,7 @@ _LARGE = 1 << 30  # bytes; a larger base file is not read a second time
 
 
 @dataclass(frozen=True)
-class BesideBase:
+class BaseComparison:
     """Comparison of a Gaussian with its base, by parameter.
 
     Args:
@@ -480,7 +489,7 @@ def find_base(run: Run, options: TargetOptions) -> Base | None:
     return Base(path, header, source, posterior_prior(path, header))
 
 
-def beside_base(base: Base | None, gaussian: Gaussian) -> BesideBase | None:
+def compare_with_base(base: Base | None, gaussian: Gaussian) -> BaseComparison | None:
     """Compare a Gaussian with its base; None if the base is no Gaussian, has no variances at hand, or is large."""
     if base is None or not base.is_gaussian or base.path.stat().st_size > _LARGE:
         return None
@@ -490,7 +499,7 @@ def beside_base(base: Base | None, gaussian: Gaussian) -> BesideBase | None:
     variances = other.covariance.marginal_variances()
     own: Tensor = gaussian.covariance.marginal_variances()  # type: ignore[attr-defined]
     distances = (gaussian.mean.cpu() - other.mean) / variances.sqrt()
-    return BesideBase(
+    return BaseComparison(
         base.path.stem,
         float((own.cpu() / variances).median()),
         float(distances.square().mean().sqrt()),
@@ -569,7 +578,7 @@ class TargetFit:
     algo_rev: int
     stepping: Callable[[int, int], StochasticFitPlan]
     stored_bytes: Callable[[int], int]
-    work: Callable[[Fitting], Fitted]
+    work: Callable[[Fitting], FitOutput]
     kind: str = "posterior"
     params: Mapping[str, Any] = field(default_factory=dict)
     hint: str = "use a smaller \0batch_size\0"
@@ -589,8 +598,8 @@ def produce_fit(
     """
     require_features(run)
     base = find_base(run, options)
-    train = load_fitted(run, fit_on(base.header if base else None))
-    val = held_out_of(train, labeled_val(run))
+    train = load_fitted(run, read_fitted_splits(base.header if base else None))
+    val = keep_if_held_out(train, load_labeled_val(run))
     if not options.is_last_layer and train.content.head_weight is None:
         raise UsageError(f"\0layers\0 {options.layers}: this run has only features, no network")
     run.require_device()
@@ -687,7 +696,7 @@ class _Job:
         what = f"fit-{self.asked.method} of {layout.num_params:,} parameters"
         return layout, require_steps(needed, device, what=what, hint=self.asked.hint)
 
-    def fit(self, request: Request) -> Fitted:
+    def fit(self, request: Request) -> FitOutput:
         """Fit to the splits as the posterior sees them."""
         if self.options.is_last_layer:
             return self.asked.work(self._fitting(request, self.train, self.val))

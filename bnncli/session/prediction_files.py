@@ -28,8 +28,8 @@ from bnncli.evaluation.detectors import example_scores
 from bnncli.evaluation.scores import ScoredPredictions, fidelities
 from bnncli.evaluation.statistics import ROW_SUM_TOLERANCE, ExampleStatistics, compute_example_statistics, row_blocks
 from bnncli.lazy import torch
-from bnncli.likelihoods import MULTILABEL, Likelihood, has_exclusive_classes, likelihood_of, recorded_name
-from bnncli.names import quoted
+from bnncli.likelihoods import MULTILABEL, Likelihood, has_exclusive_classes, likelihood_of, read_recorded_name
+from bnncli.names import quote_name
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PROBS, LOGITS = "probs", "logits"
 
 
-class Said(NamedTuple):
+class PredictionClaims(NamedTuple):
     """What the user states about predictions.
 
     Args:
@@ -98,7 +98,7 @@ class GivenPredictions:
                 hint = "if they are logits (or log-probabilities, which have the same softmax), add \0logits\0"
             elif hint is not None and "sum to 1" in hint:
                 hint = f"{hint}; if each class is a separate label, add \0task\0 multilabel"
-            raise DataError(f"{quoted(self.path, limit=300)}: {error.message}", hint=hint, path=self.path) from None
+            raise DataError(f"{quote_name(self.path, limit=300)}: {error.message}", hint=hint, path=self.path) from None
 
     def check(self) -> None:
         """Check the probabilities; raises as `examples`."""
@@ -138,7 +138,7 @@ class GivenPredictions:
 
 
 def open_given(
-    place: str, said: Said, *, name: str | None = None, labels: str | None = None, is_labeled: bool = True
+    place: str, said: PredictionClaims, *, name: str | None = None, labels: str | None = None, is_labeled: bool = True
 ) -> GivenPredictions:
     """Open the predictions in `FILE[:probs=COLUMN,label=COLUMN]` or `FILE:ARRAY[,LABELS]`.
 
@@ -155,27 +155,27 @@ def open_given(
     if read_magic(path) == HDF5_MAGIC:
         if named:
             raise UsageError(f"{place!r} is a prediction file of bnncli, which has no columns to name")
-        found = _of_prediction_file(path, name, said)
+        found = _open_prediction_file(path, name, said)
     else:
         given = read_given_predictions(place, wanted=said.holds, has_labels=is_labeled and labels is None)
-        found = _of_file(given, said, name or path.name.partition(".")[0])
+        found = _convert_file(given, said, name or path.name.partition(".")[0])
     if labels is not None:
         own = read_labels(labels, found.classes if found.has_names else None, found.unordered)
-        found = _with_labels(found, own, said, quoted(split_prediction_place(labels)[0], limit=300))
+        found = _add_labels(found, own, said, quote_name(split_prediction_place(labels)[0], limit=300))
     return found if is_labeled else replace(found, labels=None)
 
 
-def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenPredictions:
+def _open_prediction_file(path: Path, name: str | None, said: PredictionClaims) -> GivenPredictions:
     if said.holds == LOGITS:
         raise UsageError(
-            f"\0logits\0: {quoted(path, limit=300)} is a prediction file of bnncli, which holds probabilities"
+            f"\0logits\0: {quote_name(path, limit=300)} is a prediction file of bnncli, which holds probabilities"
         )
     file = read_predictions(path)
     assert file.header is not None
     meta = file.header.meta
-    is_exclusive = has_exclusive_classes(recorded_name(meta))
+    is_exclusive = has_exclusive_classes(read_recorded_name(meta))
     if said.task is not None and (said.task == MULTILABEL) == is_exclusive:
-        raise UsageError(f"\0task\0 {said.task}: {quoted(path, limit=300)} was predicted for another task")
+        raise UsageError(f"\0task\0 {said.task}: {quote_name(path, limit=300)} was predicted for another task")
     names = ("mutual_info", "energy", "max_logit", "combined", "log_concentration", "top_k")
     arrays = {key: array for key in names if (array := getattr(file, key)) is not None}
     return GivenPredictions(
@@ -184,29 +184,29 @@ def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenPredic
     )  # fmt: skip
 
 
-def _of_file(given: FilePredictions, said: Said, name: str) -> GivenPredictions:
-    where, num_outputs = quoted(given.path, limit=300), given.values.shape[1]
+def _convert_file(given: FilePredictions, said: PredictionClaims, name: str) -> GivenPredictions:
+    where, num_outputs = quote_name(given.path, limit=300), given.values.shape[1]
     likelihood = _likelihood(given.labels, num_outputs, said, where)
-    holds = said.holds or _found(given, likelihood, where)
+    holds = said.holds or _infer_form(given, likelihood, where)
     arrays, doubt = {} if given.mutual_info is None else {"mutual_info": given.mutual_info}, None
     if holds == LOGITS:
         is_called = "logit" in given.column.casefold()
         if said.holds and not is_called and _are_distributions(given.values, likelihood):
             doubt = (
-                f"{where}: {quoted(given.column)} is read as logits, but its rows sum to 1 like probabilities; if "
+                f"{where}: {quote_name(given.column)} is read as logits, but its rows sum to 1 like probabilities; if "
                 "they are, omit \0logits\0"
             )
-        probs, of_logits = _from_logits(given.values, likelihood, f"{where}: {given.column}")
+        probs, of_logits = _convert_logits(given.values, likelihood, f"{where}: {given.column}")
         arrays |= of_logits
     else:
         if given.holds == LOGITS and said.holds is None:
             raise DataError(
-                f"{where}: {quoted(given.column)} is named as logits, but its rows are probabilities", code="which",
+                f"{where}: {quote_name(given.column)} is named as logits, but its rows are probabilities", code="which",
                 hint="add \0probabilities\0 or \0logits\0", path=given.path,
             )  # fmt: skip
         probs = given.values
         if likelihood.is_exclusive and num_outputs == likelihood.num_classes:
-            probs, doubt = _with_unit_sums(probs, f"{where}: {quoted(given.column)}")
+            probs, doubt = _normalise_sums(probs, f"{where}: {quote_name(given.column)}")
         if num_outputs < likelihood.num_classes:
             probs = np.concatenate([1 - probs, probs], axis=1)
     has_names = given.classes is not None and len(given.classes) == likelihood.num_classes
@@ -223,10 +223,10 @@ def _of_file(given: FilePredictions, said: Said, name: str) -> GivenPredictions:
         doubt=doubt or (f"{where}: {given.note}" if given.note else None),
         unordered=given.unordered,
     )
-    return found if given.labels is None else _with_labels(found, given.labels, said, where)
+    return found if given.labels is None else _add_labels(found, given.labels, said, where)
 
 
-def _likelihood(labels: NDArray | None, num_outputs: int, said: Said, where: str) -> Likelihood:
+def _likelihood(labels: NDArray | None, num_outputs: int, said: PredictionClaims, where: str) -> Likelihood:
     """Return the likelihood for this number of outputs, from the given task and the labels."""
     name = common_task({where: labels}, said.task)
     if said.task == MULTILABEL:
@@ -239,7 +239,7 @@ def _likelihood(labels: NDArray | None, num_outputs: int, said: Said, where: str
     return likelihood
 
 
-def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: str) -> GivenPredictions:
+def _add_labels(split: GivenPredictions, labels: NDArray, said: PredictionClaims, where: str) -> GivenPredictions:
     """Return the predictions with these labels.
 
     Raises:
@@ -248,7 +248,7 @@ def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: st
     num_rows, num_classes = split.probs.shape
     if len(labels) != num_rows:
         raise DataError(
-            f"{where} has {len(labels)} labels, but {quoted(split.path, limit=300)} has {num_rows} predictions",
+            f"{where} has {len(labels)} labels, but {quote_name(split.path, limit=300)} has {num_rows} predictions",
             code="bad_labels",
         )
     task = said.task if split.is_exclusive else MULTILABEL
@@ -267,13 +267,13 @@ def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: st
     return replace(split, labels=labels)
 
 
-def _found(given: FilePredictions, likelihood: Likelihood, where: str) -> str:
+def _infer_form(given: FilePredictions, likelihood: Likelihood, where: str) -> str:
     """Return whether values are probabilities or logits, judging by name and content.
 
     Raises:
         DataError: NaN or infinity, log probabilities, or ambiguous values.
     """
-    values, column = given.values, f"{where}: {quoted(given.column)}"
+    values, column = given.values, f"{where}: {quote_name(given.column)}"
     smallest, largest = float(values.min()), float(values.max())
     if not np.isfinite([smallest, largest]).all():
         row = next(
@@ -330,7 +330,7 @@ def _sum_error(values: NDArray, made: Any = np.asarray) -> float:
     return float(np.max([np.abs(block.sum(axis=1) - 1).max(initial=0) for block in blocks], initial=0))
 
 
-def _with_unit_sums(values: NDArray, where: str) -> tuple[NDArray, str | None]:
+def _normalise_sums(values: NDArray, where: str) -> tuple[NDArray, str | None]:
     """Normalise rounded probabilities (N, C) and return them with a note; others unchanged, with None."""
     worst = _sum_error(values)
     if not (ROW_SUM_TOLERANCE < worst <= _MOST_ROUNDING and _are_within(values)):
@@ -361,7 +361,7 @@ def _roundings(values: NDArray) -> Iterator[tuple[float, str]]:
         yield 0.5 * values.shape[1] * 10.0**-decimals, f"probabilities with {decimals} decimals"
 
 
-def _from_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tuple[NDArray, dict[str, NDArray]]:
+def _convert_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tuple[NDArray, dict[str, NDArray]]:
     """Return probabilities (N, C), and energy and largest logit (N,), from logits.
 
     Computed in float64 and stored in the type of the logits, at least float32.
@@ -390,7 +390,7 @@ def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
     Raises:
         DataError: they do not.
     """
-    shown = [quoted(split.path, limit=300) for split in (one, other)]
+    shown = [quote_name(split.path, limit=300) for split in (one, other)]
     if len(one.classes) != len(other.classes):
         raise DataError(
             f"{shown[0]} has {len(one.classes)} classes, but {shown[1]} has {len(other.classes)}", code="other_classes"
@@ -400,7 +400,7 @@ def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
     if one.has_names and other.has_names and one.classes != other.classes:
         place = next(k for k, pair in enumerate(zip(one.classes, other.classes, strict=True)) if pair[0] != pair[1])
         same = "the same classes in a different order" if {*one.classes} == {*other.classes} else "other classes"
-        message = f"{shown[1]} has {same} than {shown[0]}: class {place} is {quoted(other.classes[place])}, not {quoted(one.classes[place])}"
+        message = f"{shown[1]} has {same} than {shown[0]}: class {place} is {quote_name(other.classes[place])}, not {quote_name(one.classes[place])}"
         raise DataError(message, code="other_classes")
 
 
@@ -470,7 +470,7 @@ def rows_against(
     rows = check_against(ours, reference, tell=tell)
     found = fidelity_rows(
         Forecasts(ours.probs, ours.mutual_info),
-        _of_rows(reference, rows, name),
+        _select_rows(reference, rows, name),
         fidelities(),
         split=(ours.split, len(ours.probs)),
         bootstrap=bootstrap,
@@ -486,7 +486,7 @@ def check_against(
     if reference.is_exclusive != ours.is_exclusive or reference.probs.shape[1] != ours.probs.shape[1]:
         what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that are not mutually exclusive")
         raise DataError(
-            f"{_shown(reference)}: expected {ours.probs.shape[1]} classes, as in split {ours.split!r}; got {what}"
+            f"{_format_reference(reference)}: expected {ours.probs.shape[1]} classes, as in split {ours.split!r}; got {what}"
         )
     reference.check()
     return matching_rows(ours, reference, tell=tell)
@@ -511,7 +511,7 @@ def matching_rows(
         rows = None if np.array_equal(ids, theirs) else _places(ids, theirs)
         if rows is None and not np.array_equal(ids, theirs):
             raise DataError(
-                f"{_shown(reference)} lacks some examples of split {ours.split!r}: their rows in the data differ",
+                f"{_format_reference(reference)} lacks some examples of split {ours.split!r}: their rows in the data differ",
                 code="other_rows",
             )
     elif others != size:
@@ -520,13 +520,13 @@ def matching_rows(
         )
         if not is_whole or ids is None:
             raise DataError(
-                f"{_shown(reference)} has {others} rows, but split {ours.split!r} has {size}", code="other_rows",
+                f"{_format_reference(reference)} has {others} rows, but split {ours.split!r} has {size}", code="other_rows",
                 hint="a reference needs the rows of the split in the same order, or the rows of the data that the "
                     "split was held out from",
             )  # fmt: skip
         rows = ids.astype(np.int64)
         tell(
-            f"reference {_shown(reference)}: using the {size} of its {others} rows that belong to split {ours.split!r}"
+            f"reference {_format_reference(reference)}: using the {size} of its {others} rows that belong to split {ours.split!r}"
         )
     _check_labels(ours, reference, rows)
     return rows
@@ -554,12 +554,12 @@ def _check_labels(ours: MatchedForecasts, reference: GivenPredictions, rows: NDA
     count = int((differs.any(axis=1) if differs.ndim == 2 else differs).sum())
     if count:
         raise DataError(
-            f"{_shown(reference)} and split {ours.split!r} have different labels in {count} of {len(theirs)} rows", code="other_rows",
+            f"{_format_reference(reference)} and split {ours.split!r} have different labels in {count} of {len(theirs)} rows", code="other_rows",
             hint="its rows must be in the order of the split",
         )  # fmt: skip
 
 
-def _of_rows(reference: GivenPredictions, rows: NDArray[np.int64] | None, name: str) -> ReferencePredictions:
+def _select_rows(reference: GivenPredictions, rows: NDArray[np.int64] | None, name: str) -> ReferencePredictions:
     """Return the reference's predictions of these rows, with those of two halves of its draws."""
     from bnncli.evaluation.fidelity import NO_DRAWS, Forecasts, ReferencePredictions
 
@@ -610,5 +610,5 @@ def _mutual_info(probs: NDArray) -> NDArray:
     return found
 
 
-def _shown(reference: GivenPredictions) -> str:
-    return quoted(reference.path, limit=300)
+def _format_reference(reference: GivenPredictions) -> str:
+    return quote_name(reference.path, limit=300)

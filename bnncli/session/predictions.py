@@ -78,7 +78,7 @@ Found = TypeVar("Found")
 _UNKNOWN = "unknown layers"
 
 
-def over_layers(
+def select_by_layers(
     run: Run,
     layers: str | None,
     found: Sequence[Found],
@@ -174,7 +174,7 @@ class PredictionGroup:
         ) and (not integrators or not {self.integrator, self.variant}.isdisjoint(integrators))
 
 
-class Skipped(NamedTuple):
+class SkippedPosterior(NamedTuple):
     """A skipped posterior: its name, that of its predictions or its own, the reason, whether it has predictions."""
 
     posterior: str
@@ -190,7 +190,7 @@ def open_groups(
     integrators: Sequence[str] = (),
     layers: str | None = None,
     beside: Sequence[str] = (),
-    skipped: list[Skipped] | None = None,
+    skipped: list[SkippedPosterior] | None = None,
     leave_out: Collection[Path] = (),
 ) -> list[PredictionGroup]:
     """Open the run's predictions in groups; skip those of stale posteriors with a warning unless named.
@@ -208,10 +208,10 @@ def open_groups(
         DataError: all or a named one are stale, or a name has predictions of several posteriors.
     """
     groups = _read_groups(run, posteriors, leave_out)
-    wanted = _named(run, groups, posteriors, integrators)
+    wanted = _select_requested(run, groups, posteriors, integrators)
     taken = [group for group in wanted if beside and group.is_named(beside, [])]
     there_are = {layers_of(path) for path in run.folder.posteriors()} if layers is not None else set()
-    wanted = taken + over_layers(
+    wanted = taken + select_by_layers(
         run,
         layers,
         [group for group in wanted if group not in taken],
@@ -220,14 +220,16 @@ def open_groups(
         what="predictions of a posterior",
         maker=run.suggest("predict", layers=layers) if layers in there_are else None,
     )
-    errors = {group.name: _unusable(run, group, is_named=bool(posteriors)) for group in wanted}
+    errors = {group.name: _explain_unusable(run, group, is_named=bool(posteriors)) for group in wanted}
     kept = [group for group in wanted if errors[group.name] is None]
     if not kept:
         first = next(error for error in errors.values() if error is not None)
         raise DataError("all predictions in the run are stale", code="stale_input", hint=first.hint, path=first.path)
     if skipped is not None:
-        skipped += [Skipped(g.posterior, g.name, one.message) for g in wanted if (one := errors[g.name]) is not None]
-        skipped += [] if posteriors else _without_predictions(run, groups, layers)
+        skipped += [
+            SkippedPosterior(g.posterior, g.name, one.message) for g in wanted if (one := errors[g.name]) is not None
+        ]
+        skipped += [] if posteriors else _list_unpredicted(run, groups, layers)
     order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
     return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
 
@@ -248,7 +250,7 @@ def _read_groups(run: Run, posteriors: Sequence[str], leave_out: Collection[Path
     return [PredictionGroup(name, headers) for name, headers in found.items()]
 
 
-def _named(
+def _select_requested(
     run: Run, groups: list[PredictionGroup], posteriors: Sequence[str], integrators: Sequence[str]
 ) -> list[PredictionGroup]:
     """Return the requested groups.
@@ -276,11 +278,15 @@ def _named(
     return wanted
 
 
-def _without_predictions(run: Run, groups: list[PredictionGroup], layers: str | None) -> list[Skipped]:
+def _list_unpredicted(run: Run, groups: list[PredictionGroup], layers: str | None) -> list[SkippedPosterior]:
     """Return the run's posteriors over `layers` without predictions."""
     predicted = {group.posterior for group in groups}
     over = [path.stem for path in run.folder.posteriors() if layers in (None, layers_of(path))]
-    return [Skipped(name, name, "it has no predictions", is_predicted=False) for name in over if name not in predicted]
+    return [
+        SkippedPosterior(name, name, "it has no predictions", is_predicted=False)
+        for name in over
+        if name not in predicted
+    ]
 
 
 def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:
@@ -308,7 +314,7 @@ def _maker(run: Run, name: str, groups: Sequence[PredictionGroup], integrators: 
     return near_miss(name, there) or run.suggest("status")
 
 
-def _unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> DataError | None:
+def _explain_unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> DataError | None:
     """Return why a group is not fresh, or None if it is; raise instead if it was named."""
     makers = {
         (PredictionGroup(group.name, [header]).posterior, PredictionGroup(group.name, [header]).variant)

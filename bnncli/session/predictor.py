@@ -28,8 +28,8 @@ from bnncli.integrators import (
 from bnncli.integrators._moments import energy_and_max_logit, mean_theta, representative_draws
 from bnncli.integrators._partitions import DrawPartition, group_mean_rows
 from bnncli.lazy import torch
-from bnncli.likelihoods import has_exclusive_classes, recorded_name
-from bnncli.names import with_article
+from bnncli.likelihoods import has_exclusive_classes, read_recorded_name
+from bnncli.names import add_article
 from bnncli.numerics.digests import json_sha256
 from bnncli.numerics.dirichlet import ranked_lengths
 from bnncli.options.predict import PredictOptions
@@ -46,7 +46,7 @@ from bnncli.session.inputs import (
     posterior_prior,
     require_draws,
 )
-from bnncli.session.out_of_fold import fit_on, knows, load_fitted, out_of_fold
+from bnncli.session.out_of_fold import is_fitted_to, load_fitted, out_of_fold, read_fitted_splits
 from bnncli.session.run import Run
 from bnncli.system.workers import gather_at_leader, is_leader, team
 from bnncli.targets.blocks import row_slices
@@ -93,7 +93,7 @@ class IntegratorChoice:
 
 
 @dataclass(frozen=True)
-class AskedIntegrators:
+class RequestedIntegrators:
     """Integrators and settings requested for every posterior.
 
     Attributes:
@@ -113,7 +113,7 @@ class AskedIntegrators:
     keeps_samples: bool
 
     @classmethod
-    def of(cls, options: PredictOptions, headers: Iterable[Header]) -> AskedIntegrators:
+    def of(cls, options: PredictOptions, headers: Iterable[Header]) -> RequestedIntegrators:
         """Read the options for posteriors with these headers.
 
         Raises:
@@ -158,7 +158,11 @@ class AskedIntegrators:
         if not integrator.is_sampling:
             return None
         if is_of_draws(header):  # at most the stored draws
-            return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
+            return (
+                None
+                if self.samples is None or self.samples >= (count_stored_draws(header) or math.inf)
+                else self.samples
+            )
         is_last_layer = header.meta.get("layers") is None
         by_default = integrator.default_for(_num_params(header), is_last_layer=is_last_layer)
         return self.samples or header.meta.get("default_samples") or by_default
@@ -170,15 +174,19 @@ class AskedIntegrators:
             if not any(setting in settings_of(integrator) for integrator in built.values()):
                 having = [name for name in names("integrators") if setting in settings_of(load_integrator(name))]
                 raise UsageError(
-                    f"\0{setting}\0: {_listed(built)} no such setting; these integrators have it: {', '.join(having)}",
+                    f"\0{setting}\0: {_format_with_verb(built)} no such setting; these integrators have it: {', '.join(having)}",
                     hint=f"add \0integrator\0 {having[0]}",
                 )
         if self.samples is not None and not any(integrator.is_sampling for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).is_sampling]
-            raise UsageError(f"\0samples\0: {_listed(built)} no draws; these integrators draw: {', '.join(having)}")
+            raise UsageError(
+                f"\0samples\0: {_format_with_verb(built)} no draws; these integrators draw: {', '.join(having)}"
+            )
         if self.top_k is not None and not any(integrator.gives_dirichlet for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).gives_dirichlet]
-            message = f"\0top_k\0: {_listed(built)} no Dirichlet; these integrators have one: {', '.join(having)}"
+            message = (
+                f"\0top_k\0: {_format_with_verb(built)} no Dirichlet; these integrators have one: {', '.join(having)}"
+            )
             raise UsageError(message, hint=f"add \0integrator\0 {having[0]}")
 
 
@@ -219,7 +227,7 @@ def is_of_draws(header: Header) -> bool:
     return type_of(header) in ("samples", ENSEMBLE)
 
 
-def num_stored(header: Header) -> int:
+def count_stored_draws(header: Header) -> int:
     """Return the number of draws a posterior consists of; 0 if its header does not say."""
     metrics = header.meta.get("metrics", {})
     if type_of(header) == ENSEMBLE:
@@ -247,11 +255,11 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     """Return why the integrator cannot predict with this posterior, or None if it can."""
     posterior_type = type_of(header)
     if not has_attribute("posteriors", posterior_type, integrator.needs):
-        return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for {with_article(posterior_type)} posterior ({header.path.stem})"
+        return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for {add_article(posterior_type)} posterior ({header.path.stem})"
     if posterior_type == "samples" and integrator.needs == "center" and header.meta.get("layers") is not None:
         why = "draws over other layers may come from several modes, and their mean is not a useful network"
         return f"\0integrator\0 {name} does not work for {header.path.stem}: {why}"
-    is_exclusive = has_exclusive_classes(recorded_name(header.meta))
+    is_exclusive = has_exclusive_classes(read_recorded_name(header.meta))
     if not supports_classes(integrator, num_classes, is_exclusive=is_exclusive):
         if not is_exclusive:
             return f"\0integrator\0 {name} {NO_LABELS}"
@@ -264,12 +272,12 @@ def _refusal(why: str, header: Header, num_classes: int) -> UsageError:
     fitting = [name for name, one in every.items() if _why_unfit(name, one, header, num_classes) is None]
     return UsageError(
         why,
-        hint=f"integrators for {with_article(type_of(header))} posterior: {', '.join(fitting)}",
+        hint=f"integrators for {add_article(type_of(header))} posterior: {', '.join(fitting)}",
         code="unsupported_integrator",
     )
 
 
-def _listed(chosen: Iterable[str]) -> str:
+def _format_with_verb(chosen: Iterable[str]) -> str:
     """Return names with the verb: "mc has", "mc and probit have"."""
     found = list(chosen)
     return f"{' and '.join(found)} {'has' if len(found) == 1 else 'have'}"
@@ -283,7 +291,7 @@ _ROW_AXIS = {"group_probs": 1, "probs_samples": 1}  # 0 for the others
 
 
 @dataclass(frozen=True)
-class Predicted:
+class IntegratorPredictions:
     """Predictions of one posterior by one integrator for N examples, on the CPU.
 
     Attributes:
@@ -302,14 +310,14 @@ class Predicted:
     integrator: Ready
 
 
-def shared_rows(num_rows: int, layout: ClassifierLayout) -> list[slice]:
+def divide_rows(num_rows: int, layout: ClassifierLayout) -> list[slice]:
     """Return the slices of a split's rows to predict separately with this layout, whichever process does it."""
     return row_slices(num_rows, most=min(max(_NUMBERS // layout.widest, _ROWS[0]), _ROWS[1]), team=team())
 
 
-def own_rows(num_rows: int, layout: ClassifierLayout) -> list[slice]:
+def select_own_rows(num_rows: int, layout: ClassifierLayout) -> list[slice]:
     """Return the consecutive slices this process predicts; may be empty."""
-    found, others = shared_rows(num_rows, layout), team()
+    found, others = divide_rows(num_rows, layout), team()
     return found if others is None else [found[place] for place in others.share(len(found))]
 
 
@@ -319,7 +327,9 @@ def rows_of(prediction: Prediction, **beside: Tensor) -> Rows:
     return {name: tensor.cpu() for name, tensor in (found | beside).items() if tensor is not None}
 
 
-def joined(parts: Sequence[Rows], group_rows: Tensor | None, integrator: Ready) -> Predicted:
+def concatenate_predictions(
+    parts: Sequence[Rows], group_rows: Tensor | None, integrator: Ready
+) -> IntegratorPredictions:
     """Concatenate predictions of consecutive rows.
 
     Args:
@@ -328,10 +338,10 @@ def joined(parts: Sequence[Rows], group_rows: Tensor | None, integrator: Ready) 
     """
     found = {name: torch.cat([part[name] for part in parts], dim=_ROW_AXIS.get(name, 0)) for name in parts[0]}
     energy, max_logit, probs_samples = found.pop("energy"), found.pop("max_logit"), found.pop("probs_samples", None)
-    return Predicted(Prediction(**found), energy, max_logit, group_rows, probs_samples, integrator)
+    return IntegratorPredictions(Prediction(**found), energy, max_logit, group_rows, probs_samples, integrator)
 
 
-def scattered(parts: Sequence[Predicted], rows: Sequence[Tensor]) -> Predicted:
+def merge_disjoint_rows(parts: Sequence[IntegratorPredictions], rows: Sequence[Tensor]) -> IntegratorPredictions:
     """Merge predictions of disjoint rows into one, in row order.
 
     Args:
@@ -349,7 +359,7 @@ def scattered(parts: Sequence[Predicted], rows: Sequence[Tensor]) -> Predicted:
                 axis, group_order if spec.name == "group_probs" else order
             )
     samples = [part.probs_samples for part in parts if part.probs_samples is not None]
-    return Predicted(
+    return IntegratorPredictions(
         Prediction(**found),
         torch.cat([part.energy for part in parts])[order],
         torch.cat([part.max_logit for part in parts])[order],
@@ -426,7 +436,7 @@ class TrainData:
         Raises:
             MissingInput, DataError: there are none, or they have no labels.
         """
-        wanted = fit_on(header)
+        wanted = read_fitted_splits(header)
         if wanted not in self._splits:
             self._splits[wanted] = load_fitted(self.run, wanted)
         return self._splits[wanted]
@@ -445,7 +455,7 @@ class TrainData:
 
     def judged_on(self, header: Header, posterior: Any, split: Split) -> Any | None:
         """Return the posterior, or its folds if it was fitted to the split; None if it has no folds."""
-        if not knows(header, split):
+        if not is_fitted_to(header, split):
             return posterior
         return out_of_fold(header, posterior, split, self.target) if "num_folds" in header.meta else None
 
@@ -503,7 +513,7 @@ class TrainData:
 
     def target(self, header: Header, prior: Prior) -> CurvedTarget:
         """Return the log posterior of the parameters of a posterior, under a prior."""
-        key = f"{header.meta.get('layers')} of {fit_on(header)}"
+        key = f"{header.meta.get('layers')} of {read_fitted_splits(header)}"
         if key not in self._targets:
             self._targets[key] = self.seen_by(header, self.fitted(header)).target(Prior(1.0), self.run.device)
         return self._targets[key].with_prior(prior)
@@ -592,7 +602,9 @@ class Predictor:
         """
         require_draws(self.run, self.header, num_used=num_used, option=option)
 
-    def predict_split(self, choice: IntegratorChoice, split: Split, *, keep_samples: bool = False) -> Predicted | None:
+    def predict_split(
+        self, choice: IntegratorChoice, split: Split, *, keep_samples: bool = False
+    ) -> IntegratorPredictions | None:
         """Return the predictions of a split that `predict` stores, out of fold for rows the posterior was fitted to.
 
         Shared by all workers of the command, see predict_together.
@@ -603,7 +615,7 @@ class Predictor:
         """
         seen = self.train.seen_by(self.header, split)
         seen.check_fits(self.posterior.layout)
-        if not knows(self.header, split):
+        if not is_fitted_to(self.header, split):
             return self.predict_together(choice, seen.stored, keep_samples=keep_samples)
         folds = out_of_fold(self.header, self.posterior, split, self.train.target)
         if choice.integrator.needs_target:
@@ -620,9 +632,11 @@ class Predictor:
             found.append(part.predict_together(choice, seen.stored[rows], keep_samples=keep_samples))
             order.append(rows)
         parts = [part for part in found if part is not None]
-        return scattered(parts, order) if parts else None
+        return merge_disjoint_rows(parts, order) if parts else None
 
-    def predict(self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False) -> Predicted:
+    def predict(
+        self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False
+    ) -> IntegratorPredictions:
         """Return the predictions for features (N, D), on any device, computed by this process only."""
         found = self.predict_together(choice, features, keep_samples=keep_samples)
         assert found is not None
@@ -630,7 +644,7 @@ class Predictor:
 
     def predict_together(
         self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False
-    ) -> Predicted | None:
+    ) -> IntegratorPredictions | None:
         """Return the predictions for features (N, D), computed by all workers; None except on the first worker.
 
         Raises:
@@ -639,7 +653,7 @@ class Predictor:
         integrator, layout = self.ready(choice), self.posterior.layout
         groups = _groups_of(integrator)
         group_rows = None if groups is None else group_mean_rows(len(features), layout.num_classes, len(groups))
-        blocks = [block for rows in own_rows(len(features), layout) for block in block_rows(features, rows)]
+        blocks = [block for rows in select_own_rows(len(features), layout) for block in block_rows(features, rows)]
         task = self.run.console.task("predict", sum(rows.stop - rows.start for rows in blocks))
 
         def predicted(rows: slice) -> Rows:
@@ -655,7 +669,7 @@ class Predictor:
             return rows_of(prediction, energy=energy, max_logit=max_logit, **kept)
 
         parts = gather_at_leader([predicted(rows) for rows in blocks])
-        return None if parts is None else joined(parts, group_rows, integrator)
+        return None if parts is None else concatenate_predictions(parts, group_rows, integrator)
 
 
 def _groups_of(integrator: Ready) -> DrawPartition | None:
@@ -696,7 +710,7 @@ def warn_of_draws(run: Run, path: Path, header: Header, integrator: str) -> None
 
 def warn_of_few_draws(run: Run, path: Path, header: Header, samples: int | None) -> None:
     """Warn if more draws are requested than the posterior consists of."""
-    there = num_stored(header) if is_of_draws(header) else 0
+    there = count_stored_draws(header) if is_of_draws(header) else 0
     if samples is not None and 0 < there < samples:
         what = "draws" if header.kind == "samples" else "members"
         run.console.warn(f"{path.stem} has only {there} {what}, fewer than \0samples\0 {samples}; using all of them")

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli.artifacts.atomic import check_free_space, check_writable, publish_together, remove_dead_temporaries
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import Decision, decide, is_same_file
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.posteriors import TRAINED_KIND as CHECKPOINT
 from bnncli.artifacts.provenance import Source, build_provenance
 from bnncli.artifacts.resume import DrawFile, SaveClock, identity_of, read_state, remove_state, state_path, write_state
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import BnnError, DataError, Interrupted, NumericError, OutputExists, UsageError, WriteError
 from bnncli.lazy import torch
-from bnncli.options.declaration import spelled
+from bnncli.options.declaration import spell_options
 from bnncli.session.run import Result, Run, source_json
 from bnncli.system import signals
 from bnncli.system.memory import bytes_text, give_back_freed, resident_bytes
@@ -68,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputationOutput:
     """Output of a computation: how to publish it, numbers and lines for people, and a negative verdict if any.
 
     Attributes:
@@ -86,9 +86,9 @@ class Computed:
 def produce(
     run: Run,
     request: Request,
-    compute: Callable[[], Computed],
+    compute: Callable[[], ComputationOutput],
     *,
-    when_fresh: Callable[[Header], Computed] | None = None,
+    when_fresh: Callable[[Header], ComputationOutput] | None = None,
 ) -> Result:
     """Produce one artifact: up to date, computed, replaced or planned.
 
@@ -105,16 +105,16 @@ def produce(
             request.require()
             check_writable(request.target.parent)
             check_free_space(request.target.parent, request.estimated_bytes())
-        return _planned(run, request, decision)
-    ready = ready_where_nothing_can_be_written(run, request, when_fresh)
+        return _describe_plan(run, request, decision)
+    ready = find_fresh_in_read_only_folder(run, request, when_fresh)
     if ready is not None:
         return ready
     with artifact_lock(run.folder.lock(request.target), wait=run.lock.wait, poll=run.console.poll):
         return make(run, request, compute, when_fresh=when_fresh)
 
 
-def ready_where_nothing_can_be_written(
-    run: Run, request: Request, when_fresh: Callable[[Header], Computed] | None = None
+def find_fresh_in_read_only_folder(
+    run: Run, request: Request, when_fresh: Callable[[Header], ComputationOutput] | None = None
 ) -> Result | None:
     """Return the result of an up-to-date request in a read-only folder, which needs no lock; otherwise None.
 
@@ -134,13 +134,13 @@ def ready_where_nothing_can_be_written(
 def make(
     run: Run,
     request: Request,
-    compute: Callable[[], Computed],
+    compute: Callable[[], ComputationOutput],
     *,
-    when_fresh: Callable[[Header], Computed] | None = None,
+    when_fresh: Callable[[Header], ComputationOutput] | None = None,
 ) -> Result:
     """Produce one artifact whose lock is held; arguments and errors as for `produce`."""
     remove_dead_temporaries(request.target.parent)
-    decision = _decided_together(run, request)
+    decision = _share_decision(run, request)
     if decision.action == "skip" and decision.header is not None:
         return _up_to_date(run, request, decision.header, when_fresh)
     request.require()
@@ -149,15 +149,17 @@ def make(
     check_free_space(request.target.parent, request.estimated_bytes())
     request.begin()
     run.console.debug(
-        f"computing on {run.device}{expected(request.estimated_memory())}"
+        f"computing on {run.device}{format_expected_memory(request.estimated_memory())}"
     )  # sets threads and determinism before the work
     start = time.monotonic()
     computed = compute()
     with signals.time_limit(None):  # finished work is published, however late
-        return _published(run, request, decision, computed, seconds=time.monotonic() - start)
+        return _publish_result(run, request, decision, computed, seconds=time.monotonic() - start)
 
 
-def _published(run: Run, request: Request, decision: Decision, computed: Computed, *, seconds: float) -> Result:
+def _publish_result(
+    run: Run, request: Request, decision: Decision, computed: ComputationOutput, *, seconds: float
+) -> Result:
     """Publish finished work and return its result."""
     run.console.poll("publishing")
     provenance = build_provenance(
@@ -173,13 +175,13 @@ def _published(run: Run, request: Request, decision: Decision, computed: Compute
         warnings=[text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings],
     )
     _check_sources(request.sources)
-    digest = _published_together(computed, provenance, may_replace=decision.action == "replace")
+    digest = _publish_together(computed, provenance, may_replace=decision.action == "replace")
     run.followed.clear()
     action = "replaced" if decision.action == "replace" else "computed"
     return _result(request, action, digest, computed)
 
 
-def _decided_together(run: Run, request: Request) -> Decision:
+def _share_decision(run: Run, request: Request) -> Decision:
     """Return the decision of the first worker, made under the lock so that files cannot change meanwhile."""
     if (others := team()) is None:
         return _decide(run, request)
@@ -187,7 +189,7 @@ def _decided_together(run: Run, request: Request) -> Decision:
     return replace(told, header=_decide(run, request).header) if told.action == "skip" else told
 
 
-def _published_together(computed: Computed, provenance: dict[str, Any], *, may_replace: bool) -> str:
+def _publish_together(computed: ComputationOutput, provenance: dict[str, Any], *, may_replace: bool) -> str:
     """Publish and return the digest.
 
     Raises:
@@ -205,7 +207,7 @@ def _published_together(computed: Computed, provenance: dict[str, Any], *, may_r
     return told
 
 
-def expected(memory: int | None) -> str:
+def format_expected_memory(memory: int | None) -> str:
     """Return the memory of the process and of the work as text; empty if unplanned."""
     if memory is None:
         return ""
@@ -241,8 +243,8 @@ def _check_sources(sources: Sequence[Source]) -> None:
             raise DataError(message, code="input_replaced", hint="run the command again", path=source.path)
 
 
-def _planned(run: Run, request: Request, decision: Decision) -> Result:
-    action = {"skip": "skip (up to date)", "compute": "compute", "replace": f"replace ({spelled(decision.why)})"}[
+def _describe_plan(run: Run, request: Request, decision: Decision) -> Result:
+    action = {"skip": "skip (up to date)", "compute": "compute", "replace": f"replace ({spell_options(decision.why)})"}[
         decision.action
     ]
     size = request.estimated_bytes()
@@ -265,17 +267,19 @@ def _planned(run: Run, request: Request, decision: Decision) -> Result:
     return Result("planned", [output], [source_json(source) for source in request.sources], lines=lines)
 
 
-def _up_to_date(run: Run, request: Request, header: Header, when_fresh: Callable[[Header], Computed] | None) -> Result:
-    nothing = Computed(
+def _up_to_date(
+    run: Run, request: Request, header: Header, when_fresh: Callable[[Header], ComputationOutput] | None
+) -> Result:
+    nothing = ComputationOutput(
         publish=lambda provenance, may_replace: header.content_digest, metrics=header.meta.get("metrics", {})
     )
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         computed = when_fresh(header) if when_fresh else nothing
     run.console.info(f"{request.target}: up to date")
     return _result(request, "up_to_date", header.content_digest, computed)
 
 
-def _result(request: Request, action: str, digest: str, computed: Computed) -> Result:
+def _result(request: Request, action: str, digest: str, computed: ComputationOutput) -> Result:
     output = {"role": request.role, "path": str(request.target), "content_digest": digest, **computed.facts}
     return Result(
         action,
@@ -291,7 +295,7 @@ class Work(NamedTuple):
     """One of several artifacts: its request and its computation."""
 
     request: Request
-    compute: Callable[[], Computed]
+    compute: Callable[[], ComputationOutput]
 
 
 def produce_together(
@@ -312,7 +316,7 @@ def produce_together(
     """
     if run.write.dry_run:
         return [produce(run, *work) for work in works]
-    ready = [ready_where_nothing_can_be_written(run, work.request) for work in works]
+    ready = [find_fresh_in_read_only_folder(run, work.request) for work in works]
     open_works = [place for place, result in enumerate(ready) if result is None]
     with ExitStack() as locks:
         # Lock in order of names, so that two commands cannot deadlock.
@@ -415,17 +419,19 @@ class Resumable:
                 self.offer(self._newest, is_last=True)
             if self._is_ours and self.is_stored:
                 first = f"{error.hint}, then " if error.hint else ""
-                error.hint = f"{first}continue with: {_started()}{self._run.line.having('resume', True).pasted()}"
+                error.hint = (
+                    f"{first}continue with: {_format_torchrun_prefix()}{self._run.line.having('resume', True).pasted()}"
+                )
             raise
 
 
-def _started() -> str:
+def _format_torchrun_prefix() -> str:
     """Return the torchrun prefix of a command started by torchrun, otherwise an empty string."""
     others = team()
     return "" if others is None or rank_and_size() is None else f"torchrun --nproc-per-node {others.num_here} -m "
 
 
-def resumable_training(
+def prepare_resumable_training(
     run: Run, request: Request, *, resume: bool, save_every: float, also: Mapping[str, Any] | None = None
 ) -> Resumable:
     """Return the state of a training (bnncli.training.loop), which only resumes on the same device type."""
@@ -476,7 +482,7 @@ class ResumableDraws:
         self._store.remove()
 
 
-def say_who_works(run: Run, team: Team, num_batches: int) -> None:
+def report_idle_workers(run: Run, team: Team, num_batches: int) -> None:
     """Report if some workers have nothing to train."""
     if team.size > num_batches:
         batches = f"{num_batches} {'batch' if num_batches == 1 else 'batches'}"
@@ -485,7 +491,7 @@ def say_who_works(run: Run, team: Team, num_batches: int) -> None:
         )
 
 
-def begun_before(state: dict[str, Tensor] | None) -> dict[int, State]:
+def take_begun_states(state: dict[str, Tensor] | None) -> dict[int, State]:
     """Return the states of trainings that had begun, by number; empties `state`, so that each can be freed after use."""
     begun: dict[int, State] = {**split_by_number(state or {})}
     if state is not None:
@@ -493,7 +499,7 @@ def begun_before(state: dict[str, Tensor] | None) -> dict[int, State]:
     return begun
 
 
-def stored_in(resumable: Resumable, begun: dict[int, State], team: Team, num_trainings: int) -> StoredStates:
+def select_own_states(resumable: Resumable, begun: dict[int, State], team: Team, num_trainings: int) -> StoredStates:
     """Return this worker's states to resume from, and the store of all on the first worker; free the other states."""
 
     def store(states: Mapping[int, State]) -> None:

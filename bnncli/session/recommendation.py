@@ -31,7 +31,7 @@ Vectors = Mapping[str, NDArray | str]
 
 
 @dataclass(frozen=True)
-class Measured:
+class ScoreMeasurement:
     """One score of one prediction.
 
     Args:
@@ -57,14 +57,14 @@ def measure_split(
     *,
     split: tuple[str, int],
     bootstrap: Bootstrap | None = None,
-) -> list[list[Measured]]:
+) -> list[list[ScoreMeasurement]]:
     """Measure the wanted scores of several predictions of one split, in the given order.
 
     Args:
         predictions: score groups of each, from split_scores.
         split: its name and number of examples.
     """
-    chosen = [_chosen(scores, wanted) for scores in predictions]
+    chosen = [_select_scores(scores, wanted) for scores in predictions]
     needed = [[scores for scores, _, _ in picks] for picks in chosen]
 
     def statistic(weights: NDArray) -> NDArray[np.float64]:
@@ -85,7 +85,9 @@ def measure_split(
             place = start + member
             start += len(scores.members)
             reason = scores.undefined if scores.statistic is None else "empty split" if split[1] == 0 else None
-            own.append(_measured(row, values[place], reason or scores.members[member].when_nan, replicates, place))
+            own.append(
+                _make_measurement(row, values[place], reason or scores.members[member].when_nan, replicates, place)
+            )
         found.append(own)
     return found
 
@@ -97,7 +99,7 @@ def measure_detection(
     split: tuple[str, int],
     ood: tuple[str, int],
     bootstrap: Bootstrap | None = None,
-) -> list[list[Measured]]:
+) -> list[list[ScoreMeasurement]]:
     """Measure the wanted detection scores of several predictions of two splits, in the given order.
 
     Args:
@@ -110,7 +112,7 @@ def measure_detection(
     for inside, outside in predictions:
         picked = _detection_rows(list(inside), wanted, ood[0])
         names = dict.fromkeys(str(row["score"]) for row, _ in picked)
-        places = {name: _ranking(inside[name], outside[name], ood[0], rankings) for name in names}
+        places = {name: _append_ranking(inside[name], outside[name], ood[0], rankings) for name in names}
         chosen.append([(row, form, places[row["score"]]) for row, form in picked])
 
     # Group the forms by ranking, so that shared work is done once.
@@ -134,14 +136,14 @@ def measure_detection(
     flat = iter(range(len(values)))
     return [
         [
-            _measured(row, values[column], place if isinstance(place, str) else "undefined", replicates, column)
+            _make_measurement(row, values[column], place if isinstance(place, str) else "undefined", replicates, column)
             for (row, _, place), column in zip(picks, flat, strict=False)
         ]
         for picks in chosen
     ]
 
 
-def needed_scores(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[str]:
+def select_needed_scores(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[str]:
     """Return the detection scores among `names` that the wanted scores use."""
     return list(dict.fromkeys(str(row["score"]) for row, _ in _detection_rows(names, wanted, ood)))
 
@@ -150,29 +152,29 @@ def _detection_rows(names: Sequence[str], wanted: Sequence[Quantity], ood: str) 
     """Return row (without value) and form of every wanted detection score."""
     forms = form_rows(detection_forms())
     every = [({**row, "score": name, "ood": ood}, form) for name in names for row, form in forms]
-    picked = _once([row for one in wanted for row in find_metric([row for row, _ in every], one)])
+    picked = _deduplicate_rows([row for one in wanted for row in find_metric([row for row, _ in every], one)])
     by_row = {id(row): form for row, form in every}
     return [(row, by_row[id(row)]) for row in picked]
 
 
-def _chosen(scores: Sequence[ScoreGroup], wanted: Sequence[Quantity]) -> list[tuple[ScoreGroup, int, Row]]:
+def _select_scores(scores: Sequence[ScoreGroup], wanted: Sequence[Quantity]) -> list[tuple[ScoreGroup, int, Row]]:
     """Return each wanted score as its group, index within it, and row without value."""
     rows: list[tuple[ScoreGroup, int, Row]] = []
     for group in scores:
         for place, score in enumerate(group.members):
             row = {"name": score.name, **score.choices, "higher_is_better": score.higher_is_better}
             rows.append((group, place, row))
-    picked = _once([row for one in wanted for row in find_metric([row for _, _, row in rows], one)])
+    picked = _deduplicate_rows([row for one in wanted for row in find_metric([row for _, _, row in rows], one)])
     by_row = {id(row): (group, place, row) for group, place, row in rows}
     return [by_row[id(row)] for row in picked]
 
 
-def _once(rows: Sequence[Row]) -> list[Row]:
+def _deduplicate_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows without repeated objects."""
     return list({id(row): row for row in rows}.values())
 
 
-def _ranking(inside: NDArray | str, outside: NDArray | str, ood: str, rankings: list[Ranking]) -> int | str:
+def _append_ranking(inside: NDArray | str, outside: NDArray | str, ood: str, rankings: list[Ranking]) -> int | str:
     """Append a ranking and return its index, or the reason there is none."""
     for side in (inside, outside):
         if isinstance(side, str):
@@ -187,14 +189,14 @@ def _ranking(inside: NDArray | str, outside: NDArray | str, ood: str, rankings: 
     return len(rankings) - 1
 
 
-def _measured(row: Row, value: float, reason: str, replicates: NDArray | None, column: int) -> Measured:
+def _make_measurement(row: Row, value: float, reason: str, replicates: NDArray | None, column: int) -> ScoreMeasurement:
     if np.isnan(value):
-        return Measured(row, None, reason)
-    return Measured(row, float(value), None, None if replicates is None else replicates[:, column])
+        return ScoreMeasurement(row, None, reason)
+    return ScoreMeasurement(row, float(value), None, None if replicates is None else replicates[:, column])
 
 
 @dataclass(frozen=True)
-class Recommended:
+class RecommendedPredictor:
     """A posterior and an integrator to predict with, and why; `by` names the command that decided."""
 
     posterior: str
@@ -255,14 +257,14 @@ def qualities(
         low, high = accuracy_interval(mine.is_right, theirs.is_right, level) or (None, None)
         right = float(mine.is_right.mean()), float(theirs.is_right.mean())
         found.append(Quality("accuracy", right[0], right[1], low, high, True))
-        ece = paired_quality("ece", _measured_calibration(own, base, seed, level), level=level)
+        ece = compare_paired_scores("ece", _measure_calibration(own, base, seed, level), level=level)
         found += [] if ece is None else [ece]
     return found
 
 
-def _measured_calibration(
+def _measure_calibration(
     own: SplitProbabilities, base: SplitProbabilities, seed: int, level: float
-) -> list[list[Measured]]:
+) -> list[list[ScoreMeasurement]]:
     from bnncli.evaluation.bootstrap import Bootstrap
     from bnncli.evaluation.scores import ScoredPredictions, split_scores
 
@@ -271,7 +273,7 @@ def _measured_calibration(
     return measure_split(groups, [Quantity("ece")], split=(own.name, len(own.examples)), bootstrap=bootstrap)
 
 
-def paired_quality(name: str, measured: Sequence[Sequence[Measured]], *, level: float) -> Quality | None:
+def compare_paired_scores(name: str, measured: Sequence[Sequence[ScoreMeasurement]], *, level: float) -> Quality | None:
     """Return a score of both sides with a bootstrap interval of the difference; None if it is undefined for either."""
     from bnncli.evaluation.comparison import Sample, difference
     from bnncli.evaluation.scores import all_scores
@@ -284,13 +286,13 @@ def paired_quality(name: str, measured: Sequence[Sequence[Measured]], *, level: 
     return Quality(name, values[0], values[1], gap.low, gap.high, bool(all_scores()[name].higher_is_better))
 
 
-def recorded_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:
+def parse_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:
     """Return qualities from their JSON."""
     names = ("score", "value", "baseline", "low", "high", "higher_is_better")
     return [Quality(**{name: one[name] for name in names}) for one in recorded]
 
 
-def judged_before(run: Run) -> dict[str, bool]:
+def read_last_judgements(run: Run) -> dict[str, bool]:
     """Return whether the last recommendation found each posterior, by content digest, accurate for its target.
 
     Empty if it was made with other seeds or by another version, or is damaged.
@@ -305,7 +307,7 @@ def judged_before(run: Run) -> dict[str, bool]:
         return {}
 
 
-def recommended(run: Run) -> Recommended | None:
+def recommended(run: Run) -> RecommendedPredictor | None:
     """Return the run's recommendation; None without one.
 
     Raises:
@@ -318,7 +320,7 @@ def recommended(run: Run) -> Recommended | None:
         header = read_metrics(path)
         run.use(header)
         row = next(row for row in header.meta["rows"] if row["is_recommended"])
-        return Recommended(
+        return RecommendedPredictor(
             str(row["posterior"]), str(row["integrator"]), str(header.meta["rows"][-1].get("sentence", ""))
         )
     except (DataError, KeyError, StopIteration, TypeError) as error:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from bnncli import registry
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.run_folder import RECOMMENDED
 from bnncli.names import FEATURES_NAME
 
@@ -87,11 +87,11 @@ def is_another(header: Header) -> bool:
     revision = header.provenance.get("algo_rev")
     find = _OF_METHODS.get(str(header.meta.get("method"))) if header.kind in ("posterior", "samples") else None
     find = find or _OF_KINDS.get(header.kind)
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         return find is not None and revision not in find(header)
 
 
-def _in_span_today(header: Header, structure: str) -> set[bool]:
+def _resolve_span(header: Header, structure: str) -> set[bool]:
     """Return whether the artifact would be fitted in the row space of the features; both values if memory decides."""
     weight, *_ = header.meta["param_layout"]
     if header.meta["num_examples"] >= weight["shape"][1]:
@@ -104,14 +104,14 @@ def _in_span_today(header: Header, structure: str) -> set[bool]:
 def _laplace_today(header: Header) -> set[int]:
     if header.meta.get("layers") is not None:  # inputs are a network's, not features
         return {of_laplace(in_span=False)}
-    return {of_laplace(in_span=in_span) for in_span in _in_span_today(header, "structure")}
+    return {of_laplace(in_span=in_span) for in_span in _resolve_span(header, "structure")}
 
 
 def _hmc_today(header: Header) -> set[int]:
     if header.meta.get("layers") is not None:
         return {HMC_OF_LAYERS}
     num_params = sum(math.prod(part["shape"]) for part in header.meta["param_layout"])
-    return {of_hmc(in_span=in_span, num_params=num_params) for in_span in _in_span_today(header, "whitening")}
+    return {of_hmc(in_span=in_span, num_params=num_params) for in_span in _resolve_span(header, "whitening")}
 
 
 def _refine_today(header: Header) -> set[int]:

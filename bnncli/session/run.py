@@ -32,8 +32,8 @@ from bnncli.options.command import (
     RecordOptions,
     RunOptions,
     WriteOptions,
+    format_command_line,
     own_command,
-    pasted,
 )
 from bnncli.progress import SILENT, Progress
 from bnncli.session.revisions import is_another
@@ -123,7 +123,7 @@ def _may_be_weights(checkpoint: Path) -> bool:
     return checkpoint.is_file() or (is_folder and any(one.suffix in _SUFFIXES for one in checkpoint.iterdir()))
 
 
-def opened_model(spec: str | None, arguments: Sequence[str], **asked: Any) -> SavedModel | None:
+def open_requested_model(spec: str | None, arguments: Sequence[str], **asked: Any) -> SavedModel | None:
     """Open the saved model of `--model`; None for a built-in network, a factory, or no network.
 
     Args:
@@ -267,7 +267,7 @@ class Run:
 
     def suggest(self, command: str, /, **options: object) -> str:
         """Return a quoted command on this run with these options by field, ready to paste."""
-        return pasted(command, str(self.arguments["ckpt"]), **options, run_dir=self.run_options.run_dir)
+        return format_command_line(command, str(self.arguments["ckpt"]), **options, run_dir=self.run_options.run_dir)
 
     def remake(self, header: Header, *, force: bool = False) -> str | None:
         """Return the command that created an artifact, ready to paste, with the checkpoint's current location.

@@ -26,8 +26,8 @@ from bnncli.evaluation.statistics import (
     row_blocks,
 )
 from bnncli.integrators import load_integrator
-from bnncli.likelihoods import name_to_record, recorded_name
-from bnncli.names import FEATURES_NAME, posterior_title, quoted
+from bnncli.likelihoods import name_to_record, read_recorded_name
+from bnncli.names import FEATURES_NAME, posterior_title, quote_name
 from bnncli.options.scoring import Assertion, EvaluateOptions, Quantity
 from bnncli.session.predictions import PredictionGroup
 from bnncli.session.run import Run
@@ -131,7 +131,7 @@ def group_rows(
             run.console.poll()
         for give in further:
             metrics += give(split)
-        rows.append({**_described(group, split.header), "metrics": metrics})
+        rows.append({**_describe_predictions(group, split.header), "metrics": metrics})
     return rows
 
 
@@ -142,43 +142,43 @@ def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[Pr
         if not header.meta.get("is_labeled") or (options.split and name not in options.split):
             continue
         file = PredictedSplit(header).file
-        for text in rare_class_warnings(name, file.labels, file.classes, is_exclusive=file.is_exclusive):
+        for text in describe_rare_classes(name, file.labels, file.classes, is_exclusive=file.is_exclusive):
             run.console.warn(text)
 
 
-def rare_class_warnings(
+def describe_rare_classes(
     split: str, labels: NDArray | None, classes: Sequence[str], *, is_exclusive: bool
 ) -> Iterator[str]:
     """Yield warnings for missing or rare classes of a split, or labels that no or every example has."""
     if labels is None or len(labels) == 0:
         return
     if not is_exclusive:
-        yield from _one_sided_warnings(split, labels, classes)
+        yield from _describe_one_sided_labels(split, labels, classes)
         return
     check_labels(labels, (len(labels), len(classes)))
     absent, few = rare_classes(labels, list(classes))
     if absent:
-        yield f"split {split} has no examples of {_listed(absent)}: means over classes omit them"
+        yield f"split {split} has no examples of {_join_names(absent)}: means over classes omit them"
     if few:
-        yield f"split {split} has few examples of {_listed(few)}: their scores are imprecise"
+        yield f"split {split} has few examples of {_join_names(few)}: their scores are imprecise"
 
 
-def _one_sided_warnings(split: str, labels: NDArray, classes: Sequence[str]) -> Iterator[str]:
+def _describe_one_sided_labels(split: str, labels: NDArray, classes: Sequence[str]) -> Iterator[str]:
     """Yield warnings for labels that none or all of a split's examples have."""
     check_label_sets(labels, (len(labels), len(classes)))
     for names, who in zip(one_sided_labels(labels, list(classes)), ("no example", "every example"), strict=True):
         if names:
-            text = _listed(names).replace("class", "label", 1).replace("labeles", "labels", 1)
+            text = _join_names(names).replace("class", "label", 1).replace("labeles", "labels", 1)
             yield f"split {split}: {who} has {text}: means over labels omit their undefined scores"
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
+def _join_names(names: Sequence[str], most: int = 8) -> str:
     """Join names by commas; beyond `most`, count the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ("class " if len(names) == 1 else "classes ") + ", ".join(names[:most]) + more
 
 
-def _described(group: PredictionGroup, header: Header) -> dict[str, Any]:
+def _describe_predictions(group: PredictionGroup, header: Header) -> dict[str, Any]:
     """Return a row's description of the scored predictions; `samples` is None without draws."""
     return {
         "name": group.name,
@@ -188,7 +188,7 @@ def _described(group: PredictionGroup, header: Header) -> dict[str, Any]:
         "settings": dict(header.meta.get("settings", {})),
         "samples": num_draws(group, header),
         "split": header.meta["split"],
-        **name_to_record(recorded_name(header.meta)),
+        **name_to_record(read_recorded_name(header.meta)),
     }
 
 
@@ -256,7 +256,7 @@ _NO_CHOICES = {
 }
 
 
-class Absent(NamedTuple):
+class AbsentPosterior(NamedTuple):
     """A posterior without usable predictions: its name, that of stale predictions, the reason, and whether it has any."""
 
     posterior: str
@@ -265,7 +265,7 @@ class Absent(NamedTuple):
     is_predicted: bool = True
 
 
-def about(assertions: Sequence[Assertion], posterior: str, integrator: str) -> list[Assertion]:
+def bind_assertions(assertions: Sequence[Assertion], posterior: str, integrator: str) -> list[Assertion]:
     """Apply assertions without a posterior to this one, except comparisons with it and those about the features."""
     return [
         one._replace(left=one.left._replace(posterior=posterior, integrator=one.left.integrator or integrator))
@@ -280,7 +280,7 @@ def is_of_every(assertion: Assertion) -> bool:
     return assertion.left.posterior is None and set(feature_detectors()).isdisjoint(assertion.left.choices)
 
 
-def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[Absent] = ()) -> None:
+def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[AbsentPosterior] = ()) -> None:
     """Check before the work that every named posterior, integrator and split exists.
 
     Args:
@@ -291,17 +291,17 @@ def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Se
         UsageError: the split or integrator is ambiguous.
     """
     for assertion in assertions:
-        if _absent_by_name(assertion, rows, absent):
+        if _fail_for_named_absent(assertion, rows, absent):
             continue
         for left in _left_rows(assertion, rows):
             if isinstance(assertion.right, Quantity):
                 _right_row(assertion.right, rows, left)
 
 
-def hold_against(
+def check_assertions(
     assertions: Sequence[Assertion],
     rows: Sequence[Row],
-    absent: Sequence[Absent] = (),
+    absent: Sequence[AbsentPosterior] = (),
     *,
     references: Sequence[str] = (),
 ) -> list[Row]:
@@ -321,9 +321,9 @@ def hold_against(
     """
     checks = []
     for assertion in assertions:
-        named = _absent_by_name(assertion, rows, absent)
+        named = _fail_for_named_absent(assertion, rows, absent)
         checks += [] if named else _checks(assertion, rows)
-        checks += named or _absent_of_all(assertion, rows, absent, references)
+        checks += named or _fail_for_every_absent(assertion, rows, absent, references)
     return checks
 
 
@@ -344,7 +344,7 @@ def find_metric(metrics: Sequence[Row], wanted: Quantity) -> list[Row]:
     return found
 
 
-def forms(metrics: Sequence[Row]) -> list[str]:
+def spell_metrics(metrics: Sequence[Row]) -> list[str]:
     """Return how to write each of these forms of one metric: its name and the choices that distinguish it."""
     every = [dict(_choices(row)) for row in metrics]
     keys = dict.fromkeys(key for choices in every for key in choices)
@@ -355,7 +355,7 @@ def forms(metrics: Sequence[Row]) -> list[str]:
     return names
 
 
-def _absent_by_name(assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent]) -> list[Row]:
+def _fail_for_named_absent(assertion: Assertion, rows: Sequence[Row], absent: Sequence[AbsentPosterior]) -> list[Row]:
     """Return failed checks of an assertion on an absent posterior that has no rows of another integrator."""
     for side in (assertion.left, assertion.right):
         if isinstance(side, Quantity) and side.posterior is not None:
@@ -367,8 +367,8 @@ def _absent_by_name(assertion: Assertion, rows: Sequence[Row], absent: Sequence[
     return []
 
 
-def _absent_of_all(
-    assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent], references: Sequence[str]
+def _fail_for_every_absent(
+    assertion: Assertion, rows: Sequence[Row], absent: Sequence[AbsentPosterior], references: Sequence[str]
 ) -> list[Row]:
     """Return failed checks of an assertion on every posterior: those with stale predictions or only other splits."""
     left, right = assertion.left, assertion.right
@@ -382,21 +382,23 @@ def _absent_of_all(
     others |= (
         {*references} if score.of_draws is not None or score.of_reference is not None else set()
     )  # a reference has no distance to itself
-    chosen = _named(left, rows)
-    kept = {_name(row) for row in _of_split(left, chosen, None)}
-    split = _of_split(left, chosen, None)[0]["split"]
+    chosen = _select_named(left, rows)
+    kept = {_name(row) for row in _select_split(left, chosen, None)}
+    split = _select_split(left, chosen, None)[0]["split"]
     elsewhere = {_name(row): row["posterior"] for row in chosen if _name(row) not in kept}
     found = [one for one in absent if one.is_predicted and _is_meant(left, one)]
-    found += [Absent(posterior, name, f"no predictions of split {split!r}") for name, posterior in elsewhere.items()]
+    found += [
+        AbsentPosterior(posterior, name, f"no predictions of split {split!r}") for name, posterior in elsewhere.items()
+    ]
     return [_absent_check(assertion, one) for one in found if others.isdisjoint((one.posterior, one.name))]
 
 
-def _is_meant(wanted: Quantity, one: Absent) -> bool:
+def _is_meant(wanted: Quantity, one: AbsentPosterior) -> bool:
     """Return whether a named integrator could be that of the absent predictions."""
     return wanted.integrator is None or one.name in (one.posterior, f"{one.posterior}.{wanted.integrator}")
 
 
-def _absent_check(assertion: Assertion, one: Absent) -> Row:
+def _absent_check(assertion: Assertion, one: AbsentPosterior) -> Row:
     left = assertion.left
     found = {"expr": str(assertion), "holds": False, "left": None, "right": None, "reason": one.reason}
     found |= {"name": one.name, "posterior": one.posterior, "integrator": left.integrator, "split": left.split}
@@ -443,10 +445,14 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
             find_metric(other["metrics"], wanted) for other in rows if other is not row
         ):
             return (None, f"it has no {label}") if named else (None, None)
-        choices = ", ".join(dict.fromkeys(forms(named) or [metric["name"] for metric in row["metrics"]])) or "none"
+        choices = (
+            ", ".join(dict.fromkeys(spell_metrics(named) or [metric["name"] for metric in row["metrics"]])) or "none"
+        )
         raise UsageError(f"\0assert_\0: {_label(row)} has no score {label} (have: {choices})")
     if len(found) > 1:
-        raise UsageError(f"\0assert_\0: {label} of {_label(row)} is ambiguous; name one of {', '.join(forms(found))}")
+        raise UsageError(
+            f"\0assert_\0: {label} of {_label(row)} is ambiguous; name one of {', '.join(spell_metrics(found))}"
+        )
     if wanted.posterior is None and found[0].get("reference") in (row["posterior"], _name(row)):
         return None, None  # a distance to itself
     return _part(found[0], wanted.part)
@@ -467,9 +473,9 @@ def _part(metric: Row, part: str | None) -> tuple[float | None, str | None]:
 def _left_rows(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
     """Return the rows for the left side."""
     left, right = assertion.left, assertion.right
-    found = _of_split(left, _named(left, rows), None)
+    found = _select_split(left, _select_named(left, rows), None)
     if left.posterior is None and isinstance(right, Quantity) and right.posterior is not None:
-        others = _named(right, rows)
+        others = _select_named(right, rows)
         found = [row for row in found if row not in others]
         if not found:
             raise MissingInput(
@@ -482,7 +488,7 @@ def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
     """Return the single row for the right side, given a row of the left side."""
     if right.posterior is None:
         right = right._replace(posterior=left["posterior"], integrator=left.get("variant", left["integrator"]))
-    found = _of_split(right, _named(right, rows), left["split"])
+    found = _select_split(right, _select_named(right, rows), left["split"])
     usual = f"{right.posterior}.{right.integrator or _integrator(left)}"
     for rule in (
         lambda row: _integrator(row) == _integrator(left),
@@ -497,7 +503,7 @@ def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
     return found[0]
 
 
-def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
+def _select_named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the named posterior and integrator.
 
     Raises:
@@ -516,10 +522,10 @@ def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
         return found
     there = ", ".join(dict.fromkeys(map(_name, rows))) or "none"
     name = ".".join(part for part in (wanted.posterior, wanted.integrator) if part is not None)
-    raise MissingInput(f"\0assert_\0 {wanted}: {quoted(name)} is not evaluated here (have: {there})")
+    raise MissingInput(f"\0assert_\0 {wanted}: {quote_name(name)} is not evaluated here (have: {there})")
 
 
-def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]:
+def _select_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]:
     """Return the rows of the requested split.
 
     Raises:

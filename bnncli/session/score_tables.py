@@ -12,7 +12,7 @@ from bnncli.errors import DataError
 from bnncli.evaluation.detectors import DEFAULT_SCORE
 from bnncli.evaluation.scores import all_scores
 from bnncli.evaluation.statistics import Row
-from bnncli.likelihoods import recorded_name
+from bnncli.likelihoods import read_recorded_name
 from bnncli.names import percent, posterior_title
 from bnncli.options.scoring import EvaluateOptions, ScoreOptions
 from bnncli.session.predictions import PredictionGroup
@@ -45,17 +45,17 @@ def score_table(
         head: returns the cells of these columns; None for the names of a run's predictions.
     """
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
-    shown = [_shown(row, chosen, scores) for row in ordered]
+    shown = [_select_shown(row, chosen, scores) for row in ordered]
     forms = _columns(shown)
     cells = [
         [*(head or run_head)(row), *(_cell(found.get(form), intervals) for form in forms)]
         for row, found in zip(ordered, shown, strict=True)
     ]
     columns = [*first, *_titles(forms, shown)]
-    return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
+    return Table(columns, cells, notes=notes, narrow=_transpose_table(columns, cells))
 
 
-class ShownScore(NamedTuple):
+class ScoreColumn(NamedTuple):
     """A table column: title, which direction is better, and its metric in each row or None."""
 
     title: str
@@ -63,19 +63,21 @@ class ShownScore(NamedTuple):
     metrics: list[Mapping[str, Any] | None]
 
 
-def shown_scores(rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = (DEFAULT_SCORE,)) -> list[ShownScore]:
+def build_score_columns(
+    rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = (DEFAULT_SCORE,)
+) -> list[ScoreColumn]:
     """Return the usual scores of evaluate's rows in table order.
 
     Args:
         scores: detection scores to show.
     """
-    shown = [_shown(row, (), scores) for row in rows]
+    shown = [_select_shown(row, (), scores) for row in rows]
     forms = _columns(shown)
     found = []
     for form, title in zip(forms, _titles(forms, shown), strict=True):
         metrics = [own.get(form) for own in shown]
         first = next(metric for metric in metrics if metric is not None)
-        found.append(ShownScore(title, first["higher_is_better"], metrics))
+        found.append(ScoreColumn(title, first["higher_is_better"], metrics))
     return found
 
 
@@ -84,9 +86,11 @@ def score_title(metric: Mapping[str, Any]) -> str:
     return all_scores()[metric["name"]].title.format(**metric)
 
 
-def _shown(row: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> dict[Form, Mapping[str, Any]]:
+def _select_shown(
+    row: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]
+) -> dict[Form, Mapping[str, Any]]:
     """Return the scores to show from a row, by form."""
-    has_labels = recorded_name(row) is not None
+    has_labels = read_recorded_name(row) is not None
     return {_form(m): m for m in row["metrics"] if _is_shown(m, chosen, scores, has_labels=has_labels)}
 
 
@@ -132,7 +136,7 @@ def _titles(forms: Sequence[Form], shown: Sequence[Mapping[Form, Any]]) -> list[
     return titles
 
 
-def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
+def _transpose_table(columns: list[str], cells: list[list[str]]) -> list[Table]:
     """Return narrow tables of the same numbers: one per split, with a row per score."""
     tables = []
     for split in dict.fromkeys(row[0] for row in cells):
@@ -172,7 +176,7 @@ _FIRST_CLASS_COLUMNS = ("split", "posterior", "integrator")
 _OF_ALL = ("macro ", "class ")  # title prefixes of means over classes
 
 
-def with_classes(rows: Sequence[TableRow], groups: Sequence[PredictionGroup]) -> list[dict[str, Any]]:
+def add_class_counts(rows: Sequence[TableRow], groups: Sequence[PredictionGroup]) -> list[dict[str, Any]]:
     """Add `classes` and `class_counts` (examples per class, None without labels) to the rows."""
     found = {}
     for name, header in {name: one for group in groups for name, one in group.splits(is_ood=False).items()}.items():
@@ -183,7 +187,7 @@ def with_classes(rows: Sequence[TableRow], groups: Sequence[PredictionGroup]) ->
     ]
 
 
-def without_classes(row: TableRow) -> dict[str, Any]:
+def drop_class_values(row: TableRow) -> dict[str, Any]:
     """Return the row without per-class values."""
     metrics = [{key: value for key, value in metric.items() if key != "per_class"} for metric in row["metrics"]]
     return {**row, "metrics": metrics}
@@ -206,19 +210,19 @@ def class_table(
     if not told:
         return None
     ordered = sorted(told, key=lambda row: (row["split"] != "test", row["split"]))
-    titles = list(dict.fromkeys(_title(row, metric) for row in ordered for metric in _of_classes(row)))
+    titles = list(dict.fromkeys(_title(row, metric) for row in ordered for metric in _select_per_class(row)))
     cells = [cell for row in ordered for cell in _cells(row, titles, head)]
-    what = "class" if recorded_name(ordered[0]) is None else "label"
+    what = "class" if read_recorded_name(ordered[0]) is None else "label"
     return Table([*first, what, "examples", *titles], cells)
 
 
-def _of_classes(row: TableRow) -> list[TableRow]:
+def _select_per_class(row: TableRow) -> list[TableRow]:
     return [metric for metric in row["metrics"] if metric.get("per_class") is not None]
 
 
 def _title(row: TableRow, metric: TableRow) -> str:
     """Return the title of a per-class score; the terms of balanced accuracy are recalls."""
-    if metric["name"] == "balanced_accuracy" and recorded_name(row) is None:
+    if metric["name"] == "balanced_accuracy" and read_recorded_name(row) is None:
         return "recall"
     title = score_title(metric)
     for words in _OF_ALL:
@@ -227,7 +231,7 @@ def _title(row: TableRow, metric: TableRow) -> str:
 
 
 def _cells(row: TableRow, titles: Sequence[str], head: Head) -> list[list[str]]:
-    by_title = {_title(row, metric): metric for metric in _of_classes(row)}
+    by_title = {_title(row, metric): metric for metric in _select_per_class(row)}
     found = []
     for k, name in enumerate(row["classes"]):
         count = "-" if row["class_counts"] is None else str(row["class_counts"][k])
@@ -266,7 +270,7 @@ def legend(
         lines.append("MMD^2: unbiased, +- standard error (p: permutation test)")
     there = {metric["name"] for metric in metrics} if not options.metric else set()
     lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
-    if any(recorded_name(row) is not None for row in rows):
+    if any(read_recorded_name(row) is not None for row in rows):
         lines.append(
             "multilabel: accuracy needs every label right; NLL, Brier and ECE are per label; class AUROC and average precision are "
             "means over labels"
@@ -279,7 +283,7 @@ def legend(
     return lines
 
 
-def with_metrics(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> list[Row]:
+def select_metrics(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> list[Row]:
     """Return the rows with only the scores of these names.
 
     Args:
@@ -301,17 +305,17 @@ def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequenc
             if all_scores()[name].is_of_rule:  # undefined for the split it was calibrated on
                 found = [m for row in rows for m in row["metrics"] if m["name"] == name] or found
             if all(m["value"] is None for m in found):
-                reason = found[0]["undefined"] if found else _why_absent(name, rows)
+                reason = found[0]["undefined"] if found else _explain_absence(name, rows)
                 raise DataError(f"\0metric\0 {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
 
 
-def _why_absent(name: str, rows: Sequence[Row]) -> str:
+def _explain_absence(name: str, rows: Sequence[Row]) -> str:
     """Return why no row has a score."""
     score = all_scores()[name]
     makers = (score, *([all_scores()[score.computed_by]] if score.computed_by else []))
     is_of_split = any(one.of_split is not None for one in makers)
     if is_of_split:
-        has_labels = any(recorded_name(row) is not None for row in rows)
+        has_labels = any(read_recorded_name(row) is not None for row in rows)
         return "it does not support several labels per example" if has_labels else "it needs several labels per example"
     if any(one.of_reference is not None for one in makers):
         return "it needs predictions to compare with (\0reference\0)"

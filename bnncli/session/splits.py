@@ -21,7 +21,7 @@ from bnncli.data.pixels import Preprocess
 from bnncli.data.shift import Shift
 from bnncli.data.splits import InputSplit, Memory, hold_out, load_split, parse_split
 from bnncli.errors import DataError, UsageError
-from bnncli.likelihoods import why_unfit
+from bnncli.likelihoods import explain_unfit_outputs
 from bnncli.models import SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256
 from bnncli.numerics.random import stream_seed
@@ -146,7 +146,7 @@ def check_outputs(task: str | None, likelihood: str | None, num_outputs: int) ->
         DataError: it does not fit the labels.
     """
     asked = task or likelihood
-    why = None if asked is None else why_unfit(asked, num_outputs)
+    why = None if asked is None else explain_unfit_outputs(asked, num_outputs)
     if why is None:
         return
     if task is None:
@@ -190,10 +190,10 @@ def _model_source(files: tuple[Path, ...]) -> list[Source]:
     return [Source("model", found.folder, f"sha256:{found.sha256()}", is_artifact=False)]
 
 
-FITTED_ON = {"train", "val"}
+FIT_SPLITS = {"train", "val"}
 
 
-def shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list[str]:
+def describe_shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list[str]:
     """Return a warning for every two in-distribution splits, named or all, with the same rows of the same source.
 
     A rotated or corrupted copy may accompany its original, unless it is used for training or tuning.
@@ -207,7 +207,7 @@ def shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list
             sources[name] = re.sub(r"@\d+$", "", str(header.provenance.get("source")))
     found = []
     for first, second in combinations(sources, 2):
-        is_copy = {first, second} & shifted and not {first, second} & FITTED_ON
+        is_copy = {first, second} & shifted and not {first, second} & FIT_SPLITS
         if sources[first] != sources[second] or is_copy:
             continue
         ids, others = (read_sample_ids(folder.features(name)) for name in (first, second))
@@ -236,7 +236,7 @@ def require_unused(run: Run, group: PredictionGroup, header: Header) -> None:
     why = f"the network was trained on it (as {split!r})" if split in _ALWAYS else uses.get(split)
     if why is None:
         known = [name for name in dict.fromkeys([*_ALWAYS, *uses]) if name in run.folder.splits()]
-        shared = [text for name in known for text in shared_rows(run.folder, (name, split))]
+        shared = [text for name in known for text in describe_shared_rows(run.folder, (name, split))]
         why = shared[0].partition(":")[0] if shared else None
     if why is None:
         return
@@ -247,7 +247,7 @@ def require_unused(run: Run, group: PredictionGroup, header: Header) -> None:
 def _uses(run: Run, group: PredictionGroup, header: Header) -> Iterator[tuple[str, str]]:
     """Yield every split used for the predictions, except their own inputs, with the reason."""
     own = f"{_FEATURES}.{header.meta['split']}"
-    yield from _followed(header, {own, "classes"}, set())
+    yield from _walk_inputs(header, {own, "classes"}, set())
     path = run.folder.recommended
     if not path.is_file():
         return
@@ -264,22 +264,22 @@ def _uses(run: Run, group: PredictionGroup, header: Header) -> Iterator[tuple[st
                 yield name, f"auto used it to recommend {group.name}"
 
 
-def _followed(header: Header, skipped: set[str], seen: set[Path]) -> Iterator[tuple[str, str]]:
+def _walk_inputs(header: Header, skipped: set[str], seen: set[Path]) -> Iterator[tuple[str, str]]:
     """Yield the splits among an artifact's inputs and, recursively, the inputs of these."""
     for entry in header.inputs:
         if entry["role"] in skipped or not entry.get("is_artifact", True):
             continue
         role, _, name = entry["role"].partition(".")
         if role == _FEATURES:
-            yield name, f"{_titled(header)} was fitted or chosen with this split"
+            yield name, f"{_format_title(header)} was fitted or chosen with this split"
             continue
         path = header.input_path(entry)
         if path.resolve() not in seen and path.is_file():
             seen.add(path.resolve())
-            yield from _followed(read_header(path), set(), seen)
+            yield from _walk_inputs(read_header(path), set(), seen)
 
 
-def _titled(header: Header) -> str:
+def _format_title(header: Header) -> str:
     if header.kind == "predictions":
         return f"its integrator {header.meta['integrator']}"
     return f"the {header.kind} {header.path.stem!r}"

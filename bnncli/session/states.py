@@ -161,7 +161,7 @@ def _fresh(run: Run, paths: list[Path]) -> list[Header | None]:
     return [one.header if one.state == "fresh" else None for one in artifact_states(run, paths)]
 
 
-def to_predict(run: Run, posterior: str, integrator: str, *, is_default: bool) -> str:
+def advise_predict(run: Run, posterior: str, integrator: str, *, is_default: bool) -> str:
     """Return advice to run predict for a posterior, or to use its predictions if they are up to date.
 
     Args:
@@ -173,7 +173,7 @@ def to_predict(run: Run, posterior: str, integrator: str, *, is_default: bool) -
     return f"run {run.suggest('predict', posterior=posterior, integrator=None if is_default else integrator)}"
 
 
-def after_predictions(run: Run, name: str) -> str | None:
+def suggest_next_command(run: Run, name: str) -> str | None:
     """Return the next command after predictions (`<posterior>.<integrator>`); None if they are not up to date."""
     if fresh_predictions(run, name) is None:
         return None

@@ -25,10 +25,10 @@ from bnncli.lazy import torch
 from bnncli.names import counted, percent
 from bnncli.session.inputs import Split, load_split
 from bnncli.session.out_of_fold import OutOfFold
-from bnncli.session.predictor import OF_THETA, default_integrator_of, follows_val, shared_rows
+from bnncli.session.predictor import OF_THETA, default_integrator_of, divide_rows, follows_val
 from bnncli.session.run import Run, Table
-from bnncli.session.splits import shared_rows as rows_in_common
-from bnncli.session.states import fresh_posterior, to_predict
+from bnncli.session.splits import describe_shared_rows as rows_in_common
+from bnncli.session.states import advise_predict, fresh_posterior
 from bnncli.system.workers import Parts
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _MOST_NUMBERS = {"cpu": 2**34, "cuda": 2**39}
 _FEWEST_MEASURED = 100  # minimum number of examples
 OTHER_INTEGRATORS = ("plug-in", "probit")  # cheap integrators without draws, compared with a default of draws
-PLAINER = {  # simpler predictives to compare a posterior with, in words
+SIMPLER_PREDICTIVES = {  # simpler predictives to compare a posterior with, in words
     "network": "the network as trained",
     "temperature": "the network at its best temperature",
     "plug-in": "its mean (plug-in)",
@@ -54,7 +54,7 @@ def has_labeled_val(run: Run) -> bool:
     return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
 
 
-def labeled_val(run: Run) -> Split | None:
+def load_labeled_val(run: Run) -> Split | None:
     """Return the run's labelled val split, or None."""
     return load_split(run, "val") if has_labeled_val(run) else None
 
@@ -118,16 +118,16 @@ def measure_on_val(
     whole = posterior.whole if isinstance(posterior, OutOfFold) else posterior
     found, facts = {}, {}
     for name in (own, *(other for other in OTHER_INTEGRATORS if other != own and _supports(other, whole, val))):
-        probs, facts[name] = _predicted(run, posterior, val, name)
+        probs, facts[name] = _predict_val(run, posterior, val, name)
         found[name] = score_predictive(name, probs, labels)
     recommended = prefer or _best_integrator(found[own], list(found.values())[1:])
     integrator = recommended if follows_val(whole.type) else own
     references, network_facts = network_on_val(run, val)
     for key, (other_posterior, name) in (others or {}).items():
-        probs, network_facts[key] = _predicted(run, other_posterior, val, name)
+        probs, network_facts[key] = _predict_val(run, other_posterior, val, name)
         references[key] = score_predictive(key, probs, labels)
     if _supports("plug-in", whole, val):
-        best = _at_best_temperature(run, posterior, val, "plug-in-temperature")
+        best = _score_at_best_temperature(run, posterior, val, "plug-in-temperature")
         if best is not None:
             found["plug-in-temperature"], facts["plug-in-temperature"] = best
     average = own if integrator == "plug-in" else integrator
@@ -224,7 +224,7 @@ def network_on_val(run: Run, val: Split) -> tuple[dict[str, ScoredPredictive], d
         return {}, {}
     network = Point(head.to(run.device), val.layout)
     found = {"network": predictive_on_val(run, network, val, "plug-in", key="network")}
-    best = _at_best_temperature(run, network, val, "temperature")
+    best = _score_at_best_temperature(run, network, val, "temperature")
     if best is None:
         return found, {}
     return found | {"temperature": best[0]}, {"temperature": best[1]}
@@ -257,7 +257,7 @@ def _supports(name: str, posterior: Any, val: Split) -> bool:
     return supports(name, posterior) and (val.is_last_layer or posterior.type != "samples")
 
 
-def worse_than(metrics: Mapping[str, Any]) -> list[str]:
+def find_better_predictives(metrics: Mapping[str, Any]) -> list[str]:
     """Return the predictives better than the posterior's default on val, best first."""
     gaps = metrics.get("val_excess") or {}
     return sorted((name for name, gap in gaps.items() if gap["is_worse"]), key=lambda name: -gaps[name]["value"])
@@ -274,19 +274,19 @@ def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: s
         method: as for measure_on_val.
         also: further remedies, each as "run ..." or "use ...".
     """
-    worse = worse_than(metrics)
+    worse = find_better_predictives(metrics)
     if worse:
         run.console.warn(_warning(run, metrics, worse, name=path.stem, method=method, also=also))
-    elif (reference := _untold(metrics)) is not None:
+    elif (reference := _find_worst_gap(metrics)) is not None:
         own = metrics["val"][method]
         run.console.info(
             f"{path.stem} has a higher NLL on val than a simpler choice: {own['nll']:.4f} "
-            f"({own['integrator']}{_draws(own)}), against {_against(metrics, reference)}; the difference is not "
+            f"({own['integrator']}{_draws(own)}), against {_describe_gap(metrics, reference)}; the difference is not "
             f"significant with {metrics['val_num_examples']} examples"
         )
 
 
-def _untold(metrics: Mapping[str, Any]) -> str | None:
+def _find_worst_gap(metrics: Mapping[str, Any]) -> str | None:
     """Return the predictive that beats a network posterior by the most; None if no gap is worth a warning."""
     from bnncli.evaluation.recommendation import WORSE_SHARE
 
@@ -302,7 +302,7 @@ def _warning(
     run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, method: str, also: Sequence[str]
 ) -> str:
     own = metrics["val"][method]
-    found = [_against(metrics, reference) for reference in worse]
+    found = [_describe_gap(metrics, reference) for reference in worse]
     share = f"{100 * metrics['val_false_alarm']:g}%"
     return (
         f"{name} predicts val worse than simpler choices: NLL {own['nll']:.4f}, ECE {percent(own['ece'])} "
@@ -356,7 +356,7 @@ _STEPS = {"temperature": "one temperature", "head": "refitted head", "averaging"
 
 def gain_text(gain: Mapping[str, Any]) -> str:
     """Return the shares of the gain over the network as text, nats per example with standard errors."""
-    shares = ", ".join(f"{_signed(gain[step])} from {words}" for step, words in _STEPS.items())
+    shares = ", ".join(f"{_format_with_error(gain[step])} from {words}" for step, words in _STEPS.items())
     return f"{shares} ({gain['integrator']})"
 
 
@@ -364,7 +364,9 @@ def gain_table(headers: Mapping[str, Header]) -> list[Table]:
     """Return a table of the recorded gains on val by posterior name; empty without any."""
     gains = {name: header.meta.get("metrics", {}).get("val_gain") for name, header in headers.items()}
     rows = [
-        [name, *(_signed(gain[step]) for step in _STEPS), gain["integrator"]] for name, gain in gains.items() if gain
+        [name, *(_format_with_error(gain[step]) for step in _STEPS), gain["integrator"]]
+        for name, gain in gains.items()
+        if gain
     ]
     note = "decrease in val NLL with each step, in order, in nats per example"
     if any(" +- " in cell for row in rows for cell in row):
@@ -372,14 +374,14 @@ def gain_table(headers: Mapping[str, Header]) -> list[Table]:
     return [Table(["gain on val of", *_STEPS.values(), "integrator"], rows, notes=[note])] if rows else []
 
 
-def _signed(share: Mapping[str, Any]) -> str:
+def _format_with_error(share: Mapping[str, Any]) -> str:
     error = share["standard_error"]
     return f"{share['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
 
 
-def _against(metrics: Mapping[str, Any], reference: str) -> str:
+def _describe_gap(metrics: Mapping[str, Any], reference: str) -> str:
     entry, gap = metrics["val"][reference], metrics["val_excess"][reference]
-    words = PLAINER.get(reference, reference)
+    words = SIMPLER_PREDICTIVES.get(reference, reference)
     if "temperature" in entry:
         words += f", {entry['temperature']:.3g}"
     error = "" if gap["standard_error"] is None else f" +- {gap['standard_error']:.4f}"
@@ -391,22 +393,22 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
     entries = metrics["val"]
     found, integrator = [], metrics["recommended_integrator"]
     if integrator in worse:
-        found.append(f"{to_predict(run, name, integrator, is_default=False)} ({entries[integrator]['nll']:.4f})")
+        found.append(f"{advise_predict(run, name, integrator, is_default=False)} ({entries[integrator]['nll']:.4f})")
     scaled = {key: entries[key]["nll"] for key in ("temperature", "plug-in-temperature") if key in entries}
     best = min(scaled, key=lambda key: scaled[key], default=None)
     if best is not None and scaled[best] < own:
         base = name if best == "plug-in-temperature" else None
-        found.append(f"{_to_scale(run, base)} ({scaled[best]:.4f})")
+        found.append(f"{_advise_scaling(run, base)} ({scaled[best]:.4f})")
     if "network" in worse:
-        found.append(f"{to_predict(run, 'map', 'plug-in', is_default=True)} ({entries['network']['nll']:.4f})")
+        found.append(f"{advise_predict(run, 'map', 'plug-in', is_default=True)} ({entries['network']['nll']:.4f})")
     return found
 
 
-def _to_scale(run: Run, base: str | None) -> str:
+def _advise_scaling(run: Run, base: str | None) -> str:
     """Return how to use the best temperature for a posterior's centre or the network."""
     for made in ("temperature", f"{base}-temperature"):
         if fresh_posterior(run, made, {"base": base}) is not None:
-            return to_predict(run, made, "plug-in", is_default=True)
+            return advise_predict(run, made, "plug-in", is_default=True)
     is_taken = base is not None and run.folder.posterior("temperature").is_file()
     return f"run {run.suggest('fit-temperature', base=base, name=f'{base}-temperature' if is_taken else None)}"
 
@@ -416,12 +418,12 @@ def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, 
     from bnncli.evaluation.recommendation import score_predictive
 
     assert val.content.labels is not None
-    return score_predictive(key, _predicted(run, posterior, val, integrator)[0], val.content.labels)
+    return score_predictive(key, _predict_val(run, posterior, val, integrator)[0], val.content.labels)
 
 
-def predicted_on(run: Run, posterior: Any, split: Split, integrator: str) -> NDArray:
+def predict_split_probs(run: Run, posterior: Any, split: Split, integrator: str) -> NDArray:
     """Return class probabilities (N, C) of a split, labelled or not, by predict's defaults."""
-    return _predicted(run, posterior, split, integrator)[0]
+    return _predict_val(run, posterior, split, integrator)[0]
 
 
 def temperature_on_val(run: Run, val: Split) -> ScoredPredictive | None:
@@ -431,22 +433,22 @@ def temperature_on_val(run: Run, val: Split) -> ScoredPredictive | None:
     head = val.head()
     if head is None:
         return None
-    best = _at_best_temperature(run, Point(head.to(run.device), val.layout), val, "temperature")
+    best = _score_at_best_temperature(run, Point(head.to(run.device), val.layout), val, "temperature")
     return None if best is None else best[0]
 
 
-def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
+def _predict_val(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
     """Return probabilities (N, C) as predict gives them, and the integrator's details."""
     if isinstance(posterior, OutOfFold):
         probs = np.empty((len(val.stored), posterior.whole.layout.num_classes), dtype=np.float32)
         how: dict[str, Any] = {}
         for one, index in posterior.parts():
-            probs[index.numpy()], how = _predicted(run, one, val.take(index), name)
+            probs[index.numpy()], how = _predict_val(run, one, val.take(index), name)
         return probs, how
     integrator = load_integrator(name)
     size = _num_draws(posterior, integrator)
     ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
-    rows = shared_rows(len(val.stored), posterior.layout)
+    rows = divide_rows(len(val.stored), posterior.layout)
     parts, found = Parts(len(rows)), [np.empty((0, posterior.layout.num_classes), dtype=np.float32)]
     for features in (block for place in parts.own for block in val.feature_blocks(run.device, rows[place])):
         generator = run.stream("predict/draws")
@@ -475,7 +477,7 @@ def logits_on_val(run: Run, posterior: Any, val: Split) -> Tensor:
     return val.logits(Point(posterior.center, posterior.layout), run.device)
 
 
-def _at_best_temperature(
+def _score_at_best_temperature(
     run: Run, posterior: Any, val: Split, key: str
 ) -> tuple[ScoredPredictive, dict[str, Any]] | None:
     """Score a posterior's centre at val's best temperature by held-out losses.

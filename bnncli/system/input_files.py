@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, ReadError, resource_error
-from bnncli.names import quoted
+from bnncli.names import quote_name
 
 _CANNOT_BE_HAD = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
@@ -34,7 +34,7 @@ def open_regular(path: Path) -> Iterator[IO[bytes]]:
         MissingInput: there is no such file, it cannot be read, or it is a folder, pipe, socket or device.
         DeviceError, ReadError: as read_error says, on opening and on reading inside the block.
     """
-    shown = quoted(path, limit=300)
+    shown = quote_name(path, limit=300)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -56,7 +56,7 @@ def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
     Args:
         what: the content, put before the path; ends with a space.
     """
-    shown = f"{what}{quoted(path, limit=300)}"
+    shown = f"{what}{quote_name(path, limit=300)}"
     reason = os.strerror(error.errno) if error.errno else str(error)
     if (resource := resource_error(error, shown)) is not None:
         return resource
@@ -77,11 +77,11 @@ def nearest_file(path: Path) -> str | None:
         with os.scandir(path.parent) as entries:
             names = [entry.name.removesuffix(".bnn") for entry in islice(entries, _MOST_NAMES)]
     except FileNotFoundError:
-        return f"no folder {quoted(path.parent, limit=300)}"
+        return f"no folder {quote_name(path.parent, limit=300)}"
     except OSError:
         return None
     near = difflib.get_close_matches(path.name, sorted({*names} - {path.name}), n=1)
-    return f"did you mean {quoted(path.with_name(near[0]), limit=300)}?" if near else None
+    return f"did you mean {quote_name(path.with_name(near[0]), limit=300)}?" if near else None
 
 
 def is_failure(error: BaseException) -> bool:
@@ -118,7 +118,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     with open_regular(path) as stream:
         raw = stream.read(MAX_BYTES + 1)
-    shown = quoted(path, limit=300)
+    shown = quote_name(path, limit=300)
     if len(raw) > MAX_BYTES:
         raise DataError(f"{shown} is larger than {MAX_BYTES >> 20} MiB: expected a small JSON file", path=path)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
-from bnncli.names import listed, near_miss, not_one_of
+from bnncli.names import format_names, near_miss, unknown_value_error
 
 # a process must have only one copy of each
 _NEVER_ASIDE = sys.stdlib_module_names | {"bnncli", "torch", "numpy", "h5py"}
@@ -78,7 +78,7 @@ def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         own = [name for name, value in vars(module).items() if _is_of(module, name, value)]
-        there = f"it has {listed(own, limit=10)}" if own else "it defines none"
+        there = f"it has {format_names(own, limit=10)}" if own else "it defines none"
         raise UsageError(
             f"{option}: {place!r} has no callable named {attribute!r}; {there}", hint=near_miss(attribute, own)
         )
@@ -165,7 +165,7 @@ def convert_arguments(factory: Callable[..., Any], texts: Mapping[str, str], *, 
     hints = _type_hints(factory)
     for name in texts:
         if name not in accepted and not takes_any:
-            raise not_one_of(option, name, accepted)
+            raise unknown_value_error(option, name, accepted)
     return {name: _convert(text, hints.get(name), f"{option} {name}") for name, text in texts.items()}
 
 

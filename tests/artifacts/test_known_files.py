@@ -30,9 +30,9 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageErr
 def each_command_is_by_itself(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As a user's are: what the suite remembers from one to the next is forgotten."""
     monkeypatch.setattr(execute, "remember_checks", remember_checks)
-    token = known_files._KNOWN.set(None)
+    token = known_files._CHECKED_FILES.set(None)
     yield
-    known_files._KNOWN.reset(token)
+    known_files._CHECKED_FILES.reset(token)
 
 
 @pytest.fixture

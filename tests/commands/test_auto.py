@@ -20,7 +20,7 @@ from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands import auto as ladder
 from bnncli.commands import refine
 from bnncli.commands import stack as stack_work
-from bnncli.commands.auto import siblings_of
+from bnncli.commands.auto import find_siblings
 from bnncli.models.architectures import mlp
 from bnncli.system import signals
 from bnncli.system.signals import BudgetSpent
@@ -377,9 +377,9 @@ def test_siblings_are_files_that_differ_in_one_number_and_not_in_size(tmp_path: 
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(b"0" * size)
     (tmp_path / "net-5.pt").mkdir()
-    assert [path.name for path in siblings_of(tmp_path / "net-0.pt")] == ["net-1.pt", "net-12.pt"]
-    assert siblings_of(tmp_path / "net-0.pt.bak") == []
-    assert siblings_of(tmp_path / "net-7.pt") == []
+    assert [path.name for path in find_siblings(tmp_path / "net-0.pt")] == ["net-1.pt", "net-12.pt"]
+    assert find_siblings(tmp_path / "net-0.pt.bak") == []
+    assert find_siblings(tmp_path / "net-7.pt") == []
     for name in (
         "run-epoch3.pt",
         "run-epoch4.pt",
@@ -389,13 +389,13 @@ def test_siblings_are_files_that_differ_in_one_number_and_not_in_size(tmp_path: 
         "step_200.pt",
     ):
         (tmp_path / name).write_bytes(b"0" * 1000)
-    assert [siblings_of(tmp_path / name) for name in ("run-epoch3.pt", "epoch=3-val=1.ckpt", "step_100.pt")] == [
+    assert [find_siblings(tmp_path / name) for name in ("run-epoch3.pt", "epoch=3-val=1.ckpt", "step_100.pt")] == [
         [],
         [],
         [],
     ]
     (tmp_path / "plain.pt").write_bytes(b"0")
-    assert siblings_of(tmp_path / "plain.pt") == []
+    assert find_siblings(tmp_path / "plain.pt") == []
 
 
 def truth(inputs: torch.Tensor) -> torch.Tensor:

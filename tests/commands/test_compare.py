@@ -16,7 +16,7 @@ from problems.command_line import STEPS, Cli, new_run
 from scipy import stats
 
 from bnncli.commands.compare.measure import Column, Entry
-from bnncli.commands.compare.output import Comparison, Name, as_csv, as_latex, as_markdown, as_table
+from bnncli.commands.compare.output import Comparison, Name, build_table, format_csv, format_latex, format_markdown
 from bnncli.evaluation.comparison import Difference, Sample, Standing
 
 
@@ -275,7 +275,7 @@ def comparison(baseline: int | None = None) -> Comparison:
 
 
 def test_latex_is_booktabs_with_escaped_names_and_bold_marks() -> None:
-    packages, note, *lines = as_latex(comparison())
+    packages, note, *lines = format_latex(comparison())
     assert packages == r"% needs \usepackage{booktabs}"
     assert lines == [
         r"\begin{tabular}{llrrr}", r"\toprule",
@@ -288,7 +288,7 @@ def test_latex_is_booktabs_with_escaped_names_and_bold_marks() -> None:
 
 
 def test_markdown_escapes_pipes_and_marks_in_bold() -> None:
-    lines = as_markdown(comparison())
+    lines = format_markdown(comparison())
     assert lines[:4] == [
         "| posterior | integrator | draws | NLL | AUROC a_b |", "| --- | --- | ---: | ---: | ---: |",
         "| a_1 | mc | 20 | **0.2500 ± 0.0141** | - |", r"| b\|2 | mc-qmc | - | - | **0.2500 ± 0.0141** |",
@@ -297,10 +297,10 @@ def test_markdown_escapes_pipes_and_marks_in_bold() -> None:
 
 
 def test_text_marks_with_stars_and_csv_leaves_undefined_empty() -> None:
-    table = as_table(comparison())
+    table = build_table(comparison())
     assert table.rows[0] == ["a_1", "mc", "20", "* 0.2500 +- 0.0141", "  -"]
     assert [part.columns[3] for part in table.narrow] == ["NLL", "AUROC a_b"]
-    assert as_csv(comparison())[2] == "a_1,mc,20,test,auroc:a_b,,,,false,false,,,,,,"
+    assert format_csv(comparison())[2] == "a_1,mc,20,test,auroc:a_b,,,,false,false,,,,,,"
 
 
 def test_where_no_two_are_told_apart_there_are_no_marks_and_a_note() -> None:
@@ -309,12 +309,12 @@ def test_where_no_two_are_told_apart_there_are_no_marks_and_a_note() -> None:
     columns = [Column({"name": name, "higher_is_better": False}, name, entries) for name in ("nll", "ece")]
     best, close, worse = Standing(None, None, True, True), Standing(None, 0.4, False, True), Standing(None, 0.01)
     shown = Comparison(names, columns, [[close, best, worse], [close, best, close]], "test", 10, 1, 2, 0.05, None)
-    table = as_table(shown)
+    table = build_table(shown)
     assert [row[3:] for row in table.rows] == [
         ["* 0.3000", "  0.3000"], ["* 0.2900", "  0.2900"], ["  0.3100", "  0.3100"],
     ]  # fmt: skip
     assert table.notes[-1].endswith("; no significant difference in ECE")
-    assert as_markdown(shown)[-1].endswith("; no significant difference in ECE.")
+    assert format_markdown(shown)[-1].endswith("; no significant difference in ECE.")
 
 
 def test_with_a_baseline_what_differs_significantly_is_marked() -> None:
@@ -325,10 +325,10 @@ def test_with_a_baseline_what_differs_significantly_is_marked() -> None:
     shown = Comparison(
         [Name(f"{name}.mc", name, "mc", "mc") for name in "abc"], columns, [standings], "test", 10, 1, 2, 0.05, 0
     )
-    assert [row[3] for row in as_table(shown).rows] == [
+    assert [row[3] for row in build_table(shown).rows] == [
         "  0.3000", "* -0.0100 [-0.0200, -0.0050] p=0.01", "  -0.0001 [-0.0020, +0.0020] p=0.9",
     ]  # fmt: skip
-    assert as_latex(shown)[-4].endswith(r"& $\mathbf{-0.0100\;[-0.0200, -0.0050]}$ \\")
+    assert format_latex(shown)[-4].endswith(r"& $\mathbf{-0.0100\;[-0.0200, -0.0050]}$ \\")
 
 
 def test_the_same_seed_gives_the_same_document(cli: Cli, small_run: Path) -> None:

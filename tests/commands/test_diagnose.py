@@ -279,7 +279,7 @@ def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path)
 
     path = folder_of(small_run) / "posteriors/hmc.nc"
     posterior, content = open_samples(path)
-    stored = diagnosis._chains(None, posterior.draws, content)  # type: ignore[arg-type]
+    stored = diagnosis._diagnose_chains(None, posterior.draws, content)  # type: ignore[arg-type]
     assert content.header is not None
     content.header.meta["metrics"].clear()
 
@@ -290,9 +290,12 @@ def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path)
             "auto"
         )  # where hmc has computed them: sums of other devices differ in their last digits
 
-    assert diagnosis._chains(Quiet(), posterior.draws, content) == stored  # type: ignore[arg-type]
+    assert diagnosis._diagnose_chains(Quiet(), posterior.draws, content) == stored  # type: ignore[arg-type]
     content.stats.clear()
-    assert diagnosis._chains(Quiet(), posterior.draws, content)["bfmi"]["reason"] == "the sampler does not record it"  # type: ignore[arg-type]
+    assert (
+        diagnosis._diagnose_chains(Quiet(), posterior.draws, content)["bfmi"]["reason"]
+        == "the sampler does not record it"
+    )  # type: ignore[arg-type]
 
 
 def test_no_posteriors_or_no_training_features_is_66_with_the_command(cli: Cli, small_run: Path) -> None:

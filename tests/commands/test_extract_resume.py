@@ -18,7 +18,7 @@ from torch import nn
 
 from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, read_features
 from bnncli.artifacts.files import read_header
-from bnncli.commands.extract_features.splits import input_notes
+from bnncli.commands.extract_features.splits import list_input_notes
 from bnncli.data.pixels import Preprocess
 from bnncli.data.shift import Shift
 from bnncli.data.splits import load_split
@@ -227,7 +227,7 @@ def test_real_numbers_are_taken_as_they_are_and_that_is_said(tmp_path: Path, dty
     zeros = np.zeros((2, 1))
     content = FeatureFile("far", zeros, None, zeros[:, 0], [], None, None, None, is_ood=True)
     said = ["far: the inputs are floats and are used unchanged: the model's preprocessing expects images"]
-    assert input_notes(split, content) == (said if dtype == "float64" else [])
+    assert list_input_notes(split, content) == (said if dtype == "float64" else [])
 
 
 def test_classes_that_the_model_does_not_have_are_refused(cli: Cli, run: list[object], tmp_path: Path) -> None:

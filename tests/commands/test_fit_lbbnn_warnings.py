@@ -18,7 +18,14 @@ from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
-from bnncli.commands.fit_lbbnn import FitLbbnnOptions, guessing, reach, rise, short_plan, still_rising
+from bnncli.commands.fit_lbbnn import (
+    FitLbbnnOptions,
+    compute_guessing_likelihood,
+    compute_reach,
+    compute_rise,
+    warn_of_rise,
+    warn_of_short_plan,
+)
 from bnncli.errors import DataError
 from bnncli.latent.fit import History, Plan
 from bnncli.session.inputs import open_posterior
@@ -31,7 +38,7 @@ def test_the_reach_of_a_plan_is_the_sum_of_its_learning_rates(schedule: str) -> 
     rates = [0.1 if step < 3 * num_batches else 0.02 for step in range(12 * num_batches)]
     if schedule == "cosine":
         rates = [rate * (1 + math.cos(math.pi * step / len(rates))) / 2 for step, rate in enumerate(rates)]
-    assert reach(plan, 100) == pytest.approx(sum(rates), rel=0.02)
+    assert compute_reach(plan, 100) == pytest.approx(sum(rates), rel=0.02)
 
 
 def test_no_logit_moves_farther_than_the_reach_that_is_told(cli: Cli, small_run: Path) -> None:
@@ -44,19 +51,19 @@ def test_no_logit_moves_farther_than_the_reach_that_is_told(cli: Cli, small_run:
 def test_a_plan_that_reaches_the_prior_is_not_warned_of() -> None:
     options = FitLbbnnOptions(start_inclusion="0,2", prior_inclusion=0.5).resolved(100)
     plan = Plan(epochs=10, batch_size=10, learning_rate=0.02)
-    assert short_plan(options, plan, 100) is None  # 100 steps of 0.02: from 2 to 0
-    text = short_plan(options, plan, 90)
+    assert warn_of_short_plan(options, plan, 100) is None  # 100 steps of 0.02: from 2 to 0
+    text = warn_of_short_plan(options, plan, 90)
     assert text is not None
     assert "at least --epochs 12" in text  # 90 steps reach 1.8
-    assert short_plan(options, Plan(epochs=12, batch_size=10, learning_rate=0.02), 90) is None
+    assert warn_of_short_plan(options, Plan(epochs=12, batch_size=10, learning_rate=0.02), 90) is None
 
 
 def test_guessing_is_the_log_loss_of_the_classes_shares() -> None:
     labels = torch.tensor([0, 2, 2, 1, 2, 0, 2])
     shares = np.bincount(labels) / 7
     expected = -log_loss(labels, np.tile(shares, (7, 1)), normalize=False)
-    assert guessing(labels, 3) == pytest.approx(expected)
-    assert guessing(torch.zeros(4, dtype=torch.int64), 2) == 0
+    assert compute_guessing_likelihood(labels, 3) == pytest.approx(expected)
+    assert compute_guessing_likelihood(torch.zeros(4, dtype=torch.int64), 2) == 0
 
 
 def test_uneven_inputs_that_are_not_explained_call_for_standardize(cli: Cli, tmp_path: Path) -> None:
@@ -80,11 +87,11 @@ def test_a_bound_that_still_rises_is_told_at_a_constant_rate_only() -> None:
     for epoch in range(20):
         parts = {f"{name}_divergence": torch.zeros(1, 1) for name in ("weight", "bias", "flow")}
         history.add(log_likelihood=torch.tensor([-200.0 + 5 * epoch]), density=torch.zeros(1, 1), **parts)
-    share = rise(history, 0)
+    share = compute_rise(history, 0)
     assert share == pytest.approx(10 / 105)  # the mean of two epochs over that of the two before
-    assert still_rising(share, "constant") is None
-    assert "use more --epochs" in (still_rising(0.2, "constant") or "")
-    assert still_rising(0.2, "cosine") is None
+    assert warn_of_rise(share, "constant") is None
+    assert "use more --epochs" in (warn_of_rise(0.2, "constant") or "")
+    assert warn_of_rise(0.2, "cosine") is None
 
 
 @pytest.mark.parametrize(("repeats", "samples"), [(1, 1000), (3, 1002), (11, 1001)])

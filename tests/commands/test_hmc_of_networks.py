@@ -17,7 +17,7 @@ from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands.evaluate import Reference
-from bnncli.commands.hmc import HmcOptions, verdict
+from bnncli.commands.hmc import HmcOptions, find_failure
 from bnncli.session.inputs import open_samples
 from bnncli.session.produce import ResumableDraws
 from bnncli.system import signals
@@ -82,10 +82,10 @@ def test_chains_in_two_modes_of_the_same_network_agree_by_their_predictions(cli:
     assert "not used for the verdict" in done.stderr
     assert "do not agree" not in done.stderr
     assert Reference("hmc-all", Path("ckpt.pt.bnn/posteriors/hmc-all.nc")).doubts() == []
-    failure = verdict(metrics, HmcOptions(layers="all", max_rhat=1.0001))
+    failure = find_failure(metrics, HmcOptions(layers="all", max_rhat=1.0001))
     assert failure is not None
     assert f"the largest R-hat of predictions is {metrics['heldout_max_rhat']:.4f}" in failure.message
-    assert verdict(metrics, HmcOptions(layers="all", until="rhat<=1.05")) is None
+    assert find_failure(metrics, HmcOptions(layers="all", until="rhat<=1.05")) is None
 
 
 def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_run: Make) -> None:

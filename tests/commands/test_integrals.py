@@ -14,7 +14,7 @@ from PIL import Image
 from problems.command_line import Cli
 from scipy import integrate, special, stats
 
-from bnncli.commands.integrals import integrators_for, predict, sigmoid_posterior, softmax_posterior
+from bnncli.commands.integrals import list_integrators, predict, sigmoid_posterior, softmax_posterior
 from bnncli.figures.integrals import ErrorPanel, draw
 from bnncli.integrators import _exact, load_integrator, settings_of, supports
 from bnncli.integrators._exact import exact_probs
@@ -87,13 +87,13 @@ def test_a_case_hands_integrators_exactly_its_moments() -> None:
 
 def test_every_registered_integrator_and_setting_is_judged() -> None:
     posterior = sigmoid_posterior(matrix([0.0, 1.0]), matrix([1.0, 2.0]))
-    judged = {case.name for case in integrators_for(posterior, [])}
+    judged = {case.name for case in list_integrators(posterior, [])}
     fit = {name for name in names("integrators") if supports(name, posterior)}
     assert judged == {name for name in fit if not load_integrator(name).needs_target}
-    variants = {case.variant for case in integrators_for(posterior, [])}
+    variants = {case.variant for case in list_integrators(posterior, [])}
     assert {"bridge-none", "bridge-conditional", "probit-difference", "mean-field-2", "logit-mc-qmc"} <= variants
     for name in judged:
-        changed = {setting for case in integrators_for(posterior, [name]) for setting in case.settings}
+        changed = {setting for case in list_integrators(posterior, [name]) for setting in case.settings}
         assert changed == set(settings_of(load_integrator(name))) - {"points"}
 
 
@@ -136,7 +136,7 @@ def test_draws_are_new_in_every_row(cli: Cli, tmp_path: Path, monkeypatch: pytes
 
 def test_draws_are_new_in_every_cell() -> None:
     posterior = sigmoid_posterior(torch.zeros(200).double(), torch.full((200,), 9.0).double())
-    (case,) = [case for case in integrators_for(posterior, ["mc"]) if not case.settings]
+    (case,) = [case for case in list_integrators(posterior, ["mc"]) if not case.settings]
     probs = predict(case, posterior, num_samples=100, generator=torch.Generator().manual_seed(0)).probs[:, 1]
     deviation = math.sqrt(exact_second_moment() - 0.25)
     assert probs.std().item() == pytest.approx(deviation / 10, rel=4 / math.sqrt(400))

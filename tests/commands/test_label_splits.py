@@ -14,7 +14,7 @@ from problems.label_sets import NUM_LABELS, label_arrays
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.commands.fit_lbbnn import guessing
+from bnncli.commands.fit_lbbnn import compute_guessing_likelihood
 from bnncli.session.inputs import open_posterior
 
 NETWORK = """
@@ -271,4 +271,4 @@ def test_what_is_pruned_is_judged_by_whole_examples_and_all_decisions(cli: Cli, 
 
 def test_the_shares_of_labels_are_those_of_independent_coins() -> None:
     labels = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.uint8)
-    assert guessing(labels, 3) == pytest.approx(math.log(0.25) + 3 * math.log(0.75))
+    assert compute_guessing_likelihood(labels, 3) == pytest.approx(math.log(0.25) + 3 * math.log(0.75))

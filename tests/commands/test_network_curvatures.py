@@ -12,7 +12,7 @@ from problems.command_line import Cli
 from safetensors.torch import load_file
 
 from bnncli.artifacts.files import read_header
-from bnncli.commands.fit_laplace import rounded
+from bnncli.commands.fit_laplace import format_count
 
 NETWORK = """
 from torch import nn
@@ -111,7 +111,7 @@ def test_what_fixes_parameters_is_no_base_and_has_no_density(cli: Cli, checkpoin
     [(1634.2, "1,634"), (99.96, "100"), (307.4, "307"), (8.034, "8.03"), (0.0, "0"), (-0.25, "-0.25")],
 )
 def test_numbers_of_directions_are_written_out(count: float, text: str) -> None:
-    assert rounded(count) == text
+    assert format_count(count) == text
 
 
 @pytest.mark.long

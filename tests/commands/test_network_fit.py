@@ -22,7 +22,7 @@ from bnncli.models.architectures.mlp import build
 from bnncli.models.features import InputSums
 from bnncli.numerics.corruptions import CORRUPTIONS
 from bnncli.progress import SILENT
-from bnncli.session.network_fit import NetworkFit, difference, fit_of, recorded_fit
+from bnncli.session.network_fit import NetworkFit, difference, fit_of, read_recorded_fit
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 NUM_SIMULATIONS = 500
@@ -75,7 +75,7 @@ def test_accuracy_and_nll_are_those_of_scikit_learn(cli: Cli, tmp_path: Path) ->
         assert found["nll"] == pytest.approx(log_loss(labels, probs), abs=1e-5)
         assert (found["verdict"], found["num_examples"]) == ("fits", 400)
         assert f"{split}: network accuracy {100 * found['accuracy']:.1f}%, NLL {found['nll']:.4f}" in (done.stderr)
-        recorded = recorded_fit(read_header(tmp_path / f"run.bnn/features/{split}.h5"))
+        recorded = read_recorded_fit(read_header(tmp_path / f"run.bnn/features/{split}.h5"))
         assert recorded is not None
         assert recorded.to_json() == found
     assert done.json["warnings"] == []
@@ -89,7 +89,7 @@ def test_networks_of_one_logit_and_of_several_labels(cli: Cli, tmp_path: Path) -
     probs = 1 / (1 + np.exp(-logits))
     labels = (generator.random(300) < probs).astype(np.int64)
     run = new_run(cli, tmp_path / "one", {"features_train": features, "labels_train": labels, "head_weight": weight})
-    found = recorded_fit(read_header(run.with_name("one.bnn") / "features/train.h5"))
+    found = read_recorded_fit(read_header(run.with_name("one.bnn") / "features/train.h5"))
     assert found is not None
     assert found.nll == pytest.approx(log_loss(labels, probs), abs=1e-5)
     assert found.accuracy == pytest.approx(accuracy_score(labels, logits > 0), abs=1e-6)
@@ -97,7 +97,7 @@ def test_networks_of_one_logit_and_of_several_labels(cli: Cli, tmp_path: Path) -
 
     several = label_arrays(head_scale=1.0)
     run = new_run(cli, tmp_path / "several", several)
-    found = recorded_fit(read_header(run.with_name("several.bnn") / "features/train.h5"))
+    found = read_recorded_fit(read_header(run.with_name("several.bnn") / "features/train.h5"))
     assert found is not None
     logits = several["features_train"] @ several["head_weight"].T.astype(np.float64) + several["head_bias"]
     probs = 1 / (1 + np.exp(-logits))
@@ -194,7 +194,7 @@ def test_auto_and_report_go_on_where_that_is_accepted(cli: Cli, tmp_path: Path) 
 
 
 def test_features_of_earlier_versions_have_no_verdict(cli: Cli, tmp_path: Path) -> None:
-    assert recorded_fit(read_header(FIXTURES / "schema/1.0/features.h5")) is None
+    assert read_recorded_fit(read_header(FIXTURES / "schema/1.0/features.h5")) is None
 
 
 def test_a_permutation_of_some_classes_is_told_by_their_names() -> None:

@@ -18,7 +18,7 @@ from bnncli.integrators import Ready, load_integrator, settings_of
 from bnncli.integrators._moments import energy_and_max_logit, mean_theta
 from bnncli.integrators.mc import Mc
 from bnncli.integrators.probit import Probit
-from bnncli.options.declaration import declaration, declared, help_of
+from bnncli.options.declaration import declaration, help_of, map_options
 from bnncli.options.predict import PredictOptions
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.samples import Samples
@@ -40,7 +40,7 @@ def meta(content: PredictionFile) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", names("integrators"))
 def test_every_setting_of_an_integrator_is_an_option(name: str) -> None:
-    assert set(settings_of(load_integrator(name))) <= set(declared(PredictOptions))
+    assert set(settings_of(load_integrator(name))) <= set(map_options(PredictOptions))
 
 
 @pytest.mark.parametrize("name", names("integrators"))
@@ -49,12 +49,12 @@ def test_the_help_of_a_setting_names_the_integrator_and_its_default(name: str) -
     integrator, own = load_integrator(name), declaration("integrators", name, "SETTINGS") or {}
     assert {setting: spec.default for setting, spec in own.items()} == settings_of(integrator)
     for setting, spec in own.items():
-        shown = help_of(declared(PredictOptions)[setting][0])
+        shown = help_of(map_options(PredictOptions)[setting][0])
         assert name in shown
         said = shown.partition(f"{name}: ")[2].partition(".")[0] if spec.own else shown
         assert spec.default is False or str(spec.default) in said
     if integrator.is_sampling:
-        assert f"{name} {integrator.default_for(1)}" in help_of(declared(PredictOptions)["samples"][0])
+        assert f"{name} {integrator.default_for(1)}" in help_of(map_options(PredictOptions)["samples"][0])
 
 
 def test_several_integrators_are_predicted_with_in_one_command(cli: Cli, small_run: Path) -> None:

@@ -17,7 +17,7 @@ from kills import run_to_files, start
 from problems.command_line import SCRIPT, Cli, Invocation
 from problems.image_runs import draw, make_run, rows
 
-from bnncli.commands.predict.new_data import Arrivals, continued
+from bnncli.commands.predict.new_data import Arrivals, continue_table
 from bnncli.errors import OutputExists
 
 
@@ -222,7 +222,7 @@ def test_a_table_of_others_is_not_continued(folder: Path, cli: Cli) -> None:
     assert "has rows of laplace (mc)" in follow(cli, "--integrator", "probit", code=73).stderr
     assert Path("t.csv").read_bytes() == before
     with pytest.raises(OutputExists):
-        continued(Path("in"), b"", set(), force=False, is_raw=False)
+        continue_table(Path("in"), b"", set(), force=False, is_raw=False)
 
 
 def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:

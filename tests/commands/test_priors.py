@@ -19,7 +19,7 @@ from bnncli.artifacts.posteriors import read_posterior, write_posterior
 from bnncli.artifacts.samples import read_samples
 from bnncli.inference.elbo import elbo
 from bnncli.parameters.prior import Prior
-from bnncli.session.inputs import open_posterior, recorded_prior
+from bnncli.session.inputs import open_posterior, read_recorded_prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 PRIOR = Prior(10.0, 0.1)
@@ -46,7 +46,7 @@ def target_of(run: Path, prior: Prior) -> LastLayerTarget:
 def test_every_artifact_has_both_precisions(run_of_two: Path) -> None:
     for name in ("two", "refine-two", "hmc-two"):
         header = read_header(file_of(run_of_two, name))
-        assert recorded_prior(header) == PRIOR
+        assert read_recorded_prior(header) == PRIOR
         assert header.meta["bias_precision"] == 0.1
         if name != "refine-two":
             assert header.meta["metrics"]["bias_precision"] == 0.1
@@ -112,7 +112,7 @@ def test_diagnose_suggests_commands_that_keep_both_precisions(cli: Cli, run_of_t
     words = shlex.split(command)[1:]
     assert ("--name", "hmc-two-longer") in pairwise(words)
     assert cli(*words).code == 0
-    assert recorded_prior(read_header(file_of(run, "hmc-two-longer"))) == PRIOR
+    assert read_recorded_prior(read_header(file_of(run, "hmc-two-longer"))) == PRIOR
 
 
 def test_evaluate_warns_of_draws_from_another_target(cli: Cli, run_of_two: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_the_prior_itself_as_base_has_both_precisions(cli: Cli, small_run: Path)
     assert cli("fit-laplace", small_run, *words).code == 0
     assert cli("refine", small_run, "--base", "prior", "--epochs", 1, "--length", 1, "--name", "naive").code == 0
     posterior, header = open_posterior(file_of(small_run, "naive"))
-    assert recorded_prior(header) == PRIOR
+    assert read_recorded_prior(header) == PRIOR
     expected = PRIOR.diagonal(posterior.layout).reciprocal()
     root = posterior.base.covariance.unwhiten(torch.eye(len(expected), dtype=torch.float64)).T
     torch.testing.assert_close(root @ root.T, expected.diag())
@@ -142,12 +142,12 @@ def test_a_number_given_to_hmc_holds_for_biases_too(cli: Cli, run_of_two: Path, 
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     words = ("--prior-precision", 5, "--chains", 2, "--warmup", 4, "--draws", 4, "--name", "five")
     assert cli("hmc", tmp_path / "small", *words).code == 0
-    assert recorded_prior(read_header(file_of(tmp_path / "small", "five"))) == Prior(5.0)
+    assert read_recorded_prior(read_header(file_of(tmp_path / "small", "five"))) == Prior(5.0)
     assert (
         cli("refine", tmp_path / "small", "--base", "two", "--prior-precision", 5, "--epochs", 1, "--force").code == 0
     )
     posterior, header = open_posterior(file_of(tmp_path / "small", "refine"))
-    assert (recorded_prior(header), posterior.base.prior) == (Prior(5.0), PRIOR)
+    assert (read_recorded_prior(header), posterior.base.prior) == (Prior(5.0), PRIOR)
 
 
 def test_the_same_number_for_both_is_the_default(cli: Cli, small_run: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_search_keeps_the_bias_precision(cli: Cli, small_run: Path) -> None:
     done = cli("fit-laplace", small_run, "--bias-precision", 0.1, "--name", "searched", "--json")
     metrics = done.json["metrics"]
     assert (done.code, metrics["prior_precision_by"], metrics["bias_precision"]) == (0, "val", 0.1)
-    assert recorded_prior(read_header(file_of(small_run, "searched"))) == Prior(metrics["prior_precision"], 0.1)
+    assert read_recorded_prior(read_header(file_of(small_run, "searched"))) == Prior(metrics["prior_precision"], 0.1)
     assert ", 0.1 for the biases;" in done.stderr
 
 
@@ -174,7 +174,7 @@ def test_every_structure_takes_a_bias_precision(cli: Cli, small_run: Path) -> No
         done = cli("fit-laplace", small_run, *words, "--json")
         assert (done.code, done.json["metrics"]["bias_precision"]) == (0, 0.1)
         posterior, header = open_posterior(file_of(small_run, structure))
-        assert (recorded_prior(header), posterior.prior) == (PRIOR, PRIOR)
+        assert (read_recorded_prior(header), posterior.prior) == (PRIOR, PRIOR)
         evidence[structure] = done.json["metrics"]["log_marginal_likelihood"]
     assert evidence["kron"] == pytest.approx(evidence["full"], abs=2)
 
@@ -206,7 +206,7 @@ def test_large_heads_are_sampled_with_both_precisions(
     assert cli("hmc", tmp_path / "small", *words).code == 0
     path = file_of(tmp_path / "small", "large")
     header = read_header(path)
-    assert (header.meta["whitening"], recorded_prior(header)) == ("kron", PRIOR)
+    assert (header.meta["whitening"], read_recorded_prior(header)) == ("kron", PRIOR)
     assert header.meta["metrics"]["max_rhat"] < 1.1
     posterior, _ = open_posterior(path)
     expected = target_of(run_of_two, PRIOR).log_joint(posterior.draws[0])
@@ -263,12 +263,12 @@ def prior_of(run: Path) -> Prior:
 def test_the_mean_is_the_last_layer_at_the_temperature_that_val_prefers_in_every_artifact(run_about: Path) -> None:
     expected = prior_of(run_about)
     for name in NAMES:
-        prior = recorded_prior(read_header(file_of(run_about, name)))
+        prior = read_recorded_prior(read_header(file_of(run_about, name)))
         assert prior is not None
         assert prior.mean is not None
         assert prior.mean_scale == pytest.approx(expected.mean_scale, rel=1e-4)
         torch.testing.assert_close(prior.mean, expected.mean, rtol=1e-4, atol=1e-6)
-        assert prior == recorded_prior(read_header(file_of(run_about, "about")))
+        assert prior == read_recorded_prior(read_header(file_of(run_about, "about")))
         assert "(P,)" not in str(read_header(file_of(run_about, name)).meta)
     assert "prior_mean_scale" not in read_header(file_of(run_about, "laplace")).meta
 

@@ -22,7 +22,7 @@ from bnncli.artifacts.features import read_features
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
 from bnncli.commands.evaluate import curves as evaluate_density
-from bnncli.commands.prune import chosen_weights
+from bnncli.commands.prune import choose_weights
 from bnncli.evaluation.latent_networks import density_rows, density_thresholds, inclusion_histogram
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.model import LatentModel, SpikeAndSlab
@@ -177,7 +177,7 @@ def test_densities_of_draws_are_those_of_the_best_repeat(monkeypatch: pytest.Mon
     posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(2)), best=2)
     monkeypatch.setattr(evaluate_density, "open_posterior", lambda path: (posterior, None))
     run: Any = SimpleNamespace(stream=lambda name: torch.Generator().manual_seed(1))
-    rows, histograms = evaluate_density.density_metrics(run, Path(), "mc")
+    rows, histograms = evaluate_density.compute_density_metrics(run, Path(), "mc")
     found = {(row["layer"], row["kind"]): row["value"] for row in rows}
     for layer, part in (("0", layout.weights(factors.inclusion[2])[0]), ("all", factors.inclusion[2])):
         error = float((part * (1 - part)).sum().sqrt()) / part.numel() / 10**0.5  # of ten draws
@@ -224,14 +224,14 @@ def test_ties_are_out_of_the_median_model_and_go_by_their_place_otherwise() -> N
     factors.logit[0, :2] = torch.tensor([-1e-8, 1e-8])  # float32 cannot tell their probabilities from 1/2
     posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(1)))
     only = torch.arange(40) == 1
-    assert torch.equal(chosen_weights(posterior, None), only)
+    assert torch.equal(choose_weights(posterior, None), only)
     assert torch.equal(posterior.center[:40] != 0, only)
     assert torch.equal(posterior.pruned(0.5)[:40] != 0, only)
     rows = {row["kind"]: row["value"] for row in density_rows([posterior.inclusion], [torch.zeros(1)])}
     assert rows["median"] == 1 / 40
-    assert chosen_weights(posterior, 0.25).nonzero().flatten().tolist() == [*range(1, 11)]
-    assert chosen_weights(posterior, 1).sum() == 40
-    assert chosen_weights(posterior, 0).sum() == 0
+    assert choose_weights(posterior, 0.25).nonzero().flatten().tolist() == [*range(1, 11)]
+    assert choose_weights(posterior, 1).sum() == 40
+    assert choose_weights(posterior, 0).sum() == 0
 
 
 def test_weights_that_are_nearly_surely_in_are_told_apart() -> None:

@@ -16,7 +16,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.commands import sbc
 from bnncli.commands.fit_lbbnn import FitLbbnnOptions
-from bnncli.commands.sbc import RankedQuantity, SbcOptions, verdict_of
+from bnncli.commands.sbc import RankedQuantity, SbcOptions, judge_ranks
 from bnncli.errors import DataError, UsageError
 from bnncli.inference.sghmc import SghmcPlan
 from bnncli.inference.simulation import GaussianRefit, SghmcRefit
@@ -92,7 +92,7 @@ def test_a_fit_that_flies_away_is_named_with_what_helps(cli: Cli, small_run: Pat
 
 
 def test_the_options_of_chains_are_read_as_they_were_recorded(cli: Cli, small_run: Path) -> None:
-    from bnncli.commands.sbc import refit_of
+    from bnncli.commands.sbc import choose_refit
 
     plan = ("--sampler", "cyclical", "--epochs", 40, "--cycles", 2, "--draws", 3, "--exploration", 0.5, "--chains", 3)
     more = (
@@ -109,7 +109,7 @@ def test_the_options_of_chains_are_read_as_they_were_recorded(cli: Cli, small_ru
     )
     assert cli("fit-sghmc", small_run, *plan, *more).code == 0
     header = read_header(small_run.with_name("small.bnn") / "posteriors" / "sghmc.nc")
-    assert refit_of(header) == SghmcRefit(
+    assert choose_refit(header) == SghmcRefit(
         SghmcPlan(40, 2, 3, 10, 20, 0.02, 0.4, 0.5), 3, is_given=True, from_initialisation=True, base=GaussianRefit()
     )
 
@@ -160,12 +160,12 @@ def test_a_latent_binary_fit_that_learned_its_prior_is_refused() -> None:
 
 
 def test_epochs_that_fit_lbbnn_chose_are_chosen_anew_and_given_ones_kept() -> None:
-    from bnncli.commands.sbc import options_of
+    from bnncli.commands.sbc import read_options
 
     options = FitLbbnnOptions(prior_inclusion=0.2, estimator="mnf", flow_rate=1e-4, repeats=3)
-    assert options_of(latent_header(options, 5000), 200) == options.resolved(200)
+    assert read_options(latent_header(options, 5000), 200) == options.resolved(200)
     given = replace(options, epochs=70)
-    assert options_of(latent_header(given, 5000), 200) == given.resolved(200)
+    assert read_options(latent_header(given, 5000), 200) == given.resolved(200)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_right_fit_is_doubted_no_more_often_than_the_level_says() -> None:
     doubted = 0
     for _ in range(300):
         ranks = generator.integers(0, 20, size=(3, 40))
-        doubted += not verdict_of(
+        doubted += not judge_ranks(
             [RankedQuantity("one", one, 19, law.p_value(one)) for one in ranks], "x", options
         ).is_calibrated
     assert doubted / 300 < 0.2 + 3 * (0.2 * 0.8 / 300) ** 0.5

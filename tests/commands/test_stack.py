@@ -252,6 +252,6 @@ def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
 def test_auto_stacks_last_where_there_is_no_time_for_it(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, order: list[str]
 ) -> None:
-    monkeypatch.setattr(auto, "estimated_seconds", lambda *given: seconds)
+    monkeypatch.setattr(auto, "estimate_seconds", lambda *given: seconds)
     found = cli("auto", small_run, "--budget", "30s", "--json").json
     assert [rung["name"] for rung in found["rungs"] if rung["name"] in order] == order

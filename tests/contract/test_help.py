@@ -20,7 +20,7 @@ from bnncli.cli.help import common_names
 from bnncli.cli.topics import ENVIRONMENT, TOPICS
 from bnncli.errors import Exit
 from bnncli.options.command import Command
-from bnncli.options.declaration import flag_of, forms
+from bnncli.options.declaration import flag_of, list_forms
 from bnncli.registry import names
 
 # What other libraries read and we only set; and the line that a shell completes.
@@ -58,7 +58,7 @@ def test_every_common_option_is_described(cli: Cli) -> None:
 
 def test_every_kind_of_model_and_data_is_described(cli: Cli) -> None:
     lines = cli("help", "specs").stdout
-    for form in (*forms("models"), *forms("data")):
+    for form in (*list_forms("models"), *list_forms("data")):
         _, found, text = lines.partition(f"  {form}")
         assert found, form
         assert re.match(r"\s+[A-Z]", text), form

@@ -35,14 +35,14 @@ from bnncli.latent import fit as latent_fit
 from bnncli.models.architectures import mlp
 from bnncli.numerics import random
 from bnncli.options.command import Command, CommonOptions, ComputeOptions
-from bnncli.options.declaration import choices_of, declared, flag_of
+from bnncli.options.declaration import choices_of, flag_of, map_options
 from bnncli.options.scoring import EvaluateOptions
 from bnncli.targets.last_layer import LastLayerTarget
 
 
 def choices(group: type, name: str) -> list[str]:
     """The values that an option allows."""
-    return choices_of(declared(group)[name][0].metadata)
+    return choices_of(map_options(group)[name][0].metadata)
 
 
 EXTRACT = "extract-features s --from-npz features.npz --ood far"
@@ -454,7 +454,7 @@ def test_every_command_that_takes_a_device_has_a_line() -> None:
 def values_to_cover(command: Command) -> set[tuple[str, str, str]]:
     """Command, option and value, of every option with choices; one value may be the default of a line without the option."""
     own = [group for group in command.groups if group not in (CommonOptions, ComputeOptions)]
-    specs = [spec for group in own for spec, _ in declared(group).values() if spec.name not in ("metric",)]
+    specs = [spec for group in own for spec, _ in map_options(group).values() if spec.name not in ("metric",)]
     return {
         (command.name, flag_of(spec.name), value)
         for spec in specs

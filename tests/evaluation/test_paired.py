@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from problems.score_samples import means, noisy_scores
 from scipy import stats
 
-from bnncli.commands.compare import compared
+from bnncli.commands.compare import list_paired_scores
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.comparison import (
     Sample,
@@ -26,7 +26,7 @@ from bnncli.evaluation.detection import detection_rows
 from bnncli.evaluation.scores import ScoredPredictions, detection_forms, split_scores
 from bnncli.evaluation.statistics import ExampleStatistics, compute_example_statistics, score_rows
 from bnncli.options.scoring import parse_score
-from bnncli.session.recommendation import measure_detection, measure_split, needed_scores
+from bnncli.session.recommendation import measure_detection, measure_split, select_needed_scores
 
 
 def test_the_t_test_over_checkpoints_is_that_of_scipy() -> None:
@@ -261,7 +261,7 @@ SIZE = 150
 
 
 def wanted(*texts: str) -> list:
-    return [parse_score(text, "--metric", compared()) for text in texts]
+    return [parse_score(text, "--metric", list_paired_scores()) for text in texts]
 
 
 def predictions(seed: int, labels: NDArray) -> tuple[NDArray, ExampleStatistics]:
@@ -357,8 +357,8 @@ def test_detection_is_that_of_evaluate() -> None:
 
 def test_the_scores_that_are_needed_are_those_that_are_asked_for() -> None:
     names = ("max_prob", "entropy", "energy")
-    assert needed_scores(names, wanted("auroc", "fpr95:far:entropy"), "far") == ["max_prob", "entropy"]
-    assert needed_scores(names, wanted("auroc:near"), "far") == []
+    assert select_needed_scores(names, wanted("auroc", "fpr95:far:entropy"), "far") == ["max_prob", "entropy"]
+    assert select_needed_scores(names, wanted("auroc:near"), "far") == []
 
 
 def test_an_empty_split_leaves_detection_undefined() -> None:

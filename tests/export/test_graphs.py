@@ -24,9 +24,9 @@ from bnncli.artifacts.exports import check_export, write_export
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import DataError
-from bnncli.export.graphs import FEATURES, INPUTS, ExportedModel, to_onnx, to_program
-from bnncli.export.network import Halved, WholeNetwork
-from bnncli.export.parts import head_parts, with_ood_score, with_sets
+from bnncli.export.graphs import FEATURES, INPUTS, ExportedModel, export_onnx, export_program
+from bnncli.export.network import HalfPrecisionStorage, WholeNetwork
+from bnncli.export.parts import add_ood_score, add_sets, head_parts
 from bnncli.export.steps import PortableHead
 from bnncli.integrators import load_integrator
 
@@ -42,17 +42,17 @@ HEADS = [
 
 def written_by(form: str) -> Writer:
     if form == "pt2":
-        return to_program
+        return export_program
     for name in ("onnx", "onnxscript", "onnxruntime"):
         library(name)
-    return to_onnx
+    return export_onnx
 
 
 def head(integrator: str = "probit", *, structure: str = "kron", **dtype: torch.dtype) -> PortableHead:
     posterior, chosen = gaussian_at_mode(head_target(THREE), structure), load_integrator(integrator)
     ready = chosen.prepare(posterior, num_samples=20, generator=torch.Generator().manual_seed(0))
-    parts = with_ood_score(head_parts(posterior, chosen, ready), "energy", THREE, posterior.mean)
-    return with_sets(parts, torch.tensor([0.9]), torch.tensor([0.0, 0.05, 0.1]), is_filled=True).module(**dtype)
+    parts = add_ood_score(head_parts(posterior, chosen, ready), "energy", THREE, posterior.mean)
+    return add_sets(parts, torch.tensor([0.9]), torch.tensor([0.0, 0.05, 0.1]), is_filled=True).module(**dtype)
 
 
 def inputs(count: int, *shape: int) -> Tensor:
@@ -96,7 +96,7 @@ def test_a_network_stored_as_float16_computes_with_float32(form: str) -> None:
         .eval()
         .requires_grad_(False)
     )
-    whole = WholeNetwork(Halved(trunk).eval(), head(dtype=torch.float16)).eval()
+    whole = WholeNetwork(HalfPrecisionStorage(trunk).eval(), head(dtype=torch.float16)).eval()
     model = write(whole, inputs(2, 1, 8, 8), input_name=INPUTS)
     found = model.run(inputs(5, 1, 8, 8))["probs"]
     exact = WholeNetwork(trunk, head()).eval()(inputs(5, 1, 8, 8))["probs"]
@@ -173,7 +173,7 @@ def test_damage_anywhere_is_found(form: str, tmp_path: Path) -> None:
 
 def test_other_weights_in_an_archive_that_is_whole_are_found(tmp_path: Path) -> None:
     path, other = tmp_path / "head", tmp_path / "other"
-    content = to_program(head(), inputs(2), input_name=FEATURES).content
+    content = export_program(head(), inputs(2), input_name=FEATURES).content
     write_export(path, content, meta=META, provenance=PROVENANCE, may_replace=False)
     with zipfile.ZipFile(path) as ours, zipfile.ZipFile(other, "w") as theirs:
         for name in ours.namelist():

@@ -17,7 +17,7 @@ from bnncli.errors import UsageError
 from bnncli.evaluation.feature_scores import FittedViews
 from bnncli.export import parts as exported_parts
 from bnncli.export import parts as spreads
-from bnncli.export.parts import HeadParts, head_parts, thinned, with_combined_score, with_ood_score, with_sets
+from bnncli.export.parts import HeadParts, add_combined_score, add_ood_score, add_sets, head_parts, thin_to_budget
 from bnncli.integrators import Integrator, Prediction, load_integrator
 from bnncli.integrators._moments import energy_and_max_logit
 from bnncli.parameters.layouts import HeadLayout
@@ -55,7 +55,7 @@ def fitted(layout: HeadLayout, structure: str, prior: Prior = PRIORS[0]) -> tupl
 def prepared(integrator: Integrator, posterior: Any, target: Any = None, num_samples: int = 50) -> Any:
     generator = torch.Generator().manual_seed(2)
     ready: Any = integrator.prepare(posterior, num_samples=num_samples, generator=generator, target=target)
-    return thinned(ready, num_samples, generator)
+    return thin_to_budget(ready, num_samples, generator)
 
 
 def both(
@@ -65,7 +65,7 @@ def both(
     integrator = load_integrator(name, **settings)
     ready = prepared(integrator, posterior, target)
     features = 3 * torch.randn(count, posterior.layout.num_features, generator=torch.Generator().manual_seed(5))
-    found = with_ood_score(head_parts(posterior, integrator, ready), "max_prob", posterior.layout, posterior.center)
+    found = add_ood_score(head_parts(posterior, integrator, ready), "max_prob", posterior.layout, posterior.center)
     with torch.no_grad():
         outputs = found.module()(features)
     expected = ready.predict(posterior, features, num_samples=50, generator=torch.Generator().manual_seed(2))
@@ -149,7 +149,7 @@ def test_scores_of_the_centre_are_those_of_predict(layout: HeadLayout) -> None:
     integrator, features = load_integrator("probit"), 3 * torch.randn(9, 4)
     energy, max_logit = energy_and_max_logit(features, posterior.mean, layout)
     for name, expected in (("energy", energy), ("max_logit", -max_logit)):
-        found = with_ood_score(head_parts(posterior, integrator, integrator), name, layout, posterior.mean)
+        found = add_ood_score(head_parts(posterior, integrator, integrator), name, layout, posterior.mean)
         assert torch.allclose(found.module()(features)["ood_score"], expected, atol=1e-5)
 
 
@@ -164,7 +164,7 @@ def test_every_score_of_the_option_is_a_detector_with_its_sign_turned() -> None:
         integrator, posterior = load_integrator("mc"), fitted(THREE, "kron")[1]
         parts = head_parts(posterior, integrator, prepared(integrator, posterior))
         features = 3 * torch.randn(7, 4, generator=torch.Generator().manual_seed(5))
-        found = with_ood_score(parts, name, THREE, posterior.mean).module()(features)
+        found = add_ood_score(parts, name, THREE, posterior.mean).module()(features)
         assert torch.allclose(found["ood_score"], wanted, atol=1e-5)
 
 
@@ -182,7 +182,7 @@ def test_the_combined_score_is_that_of_predict(layout: HeadLayout, has_labels: b
     posterior, features = Point(theta, layout), 3 * torch.randn(200, 4, generator=generator)
     features[0] = 0
     integrator = load_integrator("plug-in")
-    found = with_combined_score(head_parts(posterior, integrator, prepared(integrator, posterior)), detector)
+    found = add_combined_score(head_parts(posterior, integrator, prepared(integrator, posterior)), detector)
     for dtype, tolerance in ((torch.float32, 1e-3), (torch.float16, 0.2)):
         outputs = found.module(dtype=dtype)(features)
         assert torch.allclose(outputs["ood_score"].double(), -detector.scores(features), atol=tolerance, rtol=tolerance)
@@ -191,13 +191,13 @@ def test_the_combined_score_is_that_of_predict(layout: HeadLayout, has_labels: b
 def test_mutual_information_is_no_score_where_there_is_none() -> None:
     posterior, integrator = fitted(THREE, "kron")[1], load_integrator("probit")
     with pytest.raises(UsageError, match="provides no mutual information"):
-        with_ood_score(head_parts(posterior, integrator, integrator), "mutual_info", THREE, posterior.mean)
+        add_ood_score(head_parts(posterior, integrator, integrator), "mutual_info", THREE, posterior.mean)
 
 
 def test_labels_have_no_energy() -> None:
     posterior, integrator = fitted(LABELS, "diag")[1], load_integrator("probit")
     with pytest.raises(UsageError, match="multi-label"):
-        with_ood_score(head_parts(posterior, integrator, integrator), "energy", LABELS, posterior.mean)
+        add_ood_score(head_parts(posterior, integrator, integrator), "energy", LABELS, posterior.mean)
 
 
 def naive_set(probs: Tensor, thresholds: Tensor, penalty: Tensor | None) -> list[list[bool]]:
@@ -220,7 +220,7 @@ def naive_set(probs: Tensor, thresholds: Tensor, penalty: Tensor | None) -> list
 @pytest.mark.parametrize("penalty", [None, torch.zeros(3), torch.tensor([0.0, 0.1, 0.2])], ids=["lac", "aps", "raps"])
 def test_sets_are_those_of_their_definitions(thresholds: Tensor, penalty: Tensor | None) -> None:
     posterior, integrator = fitted(THREE, "kron")[1], load_integrator("probit")
-    parts = with_sets(head_parts(posterior, integrator, integrator), thresholds, penalty)
+    parts = add_sets(head_parts(posterior, integrator, integrator), thresholds, penalty)
     features = torch.randn(40, 4, generator=torch.Generator().manual_seed(5))
     outputs = parts.module()(features)
     assert outputs["set"].dtype == torch.bool
@@ -244,12 +244,12 @@ def test_halved_tensors_are_near_and_small_ones_and_tiny_numbers_stay_whole() ->
 def test_thinned_draws_are_among_the_draws_and_spread_over_them() -> None:
     posterior = fitted(THREE, "kron")[1]
     drawn = prepared(load_integrator("mc"), posterior, num_samples=1000)
-    kept = thinned(drawn, 100, torch.Generator().manual_seed(1))
+    kept = thin_to_budget(drawn, 100, torch.Generator().manual_seed(1))
     places = [int((drawn.theta == theta).all(1).nonzero()) for theta in kept.theta]
     assert [place // 10 for place in places] == list(range(100))
     assert len({place % 10 for place in places}) == 10  # at a fixed distance repeats or chains would be left out
-    assert thinned(drawn, 1000, torch.Generator()) is drawn
+    assert thin_to_budget(drawn, 1000, torch.Generator()) is drawn
     weighted = replace(drawn, weights=torch.softmax(torch.randn(1000, dtype=torch.float64), 0))
-    kept = thinned(weighted, 100, torch.Generator().manual_seed(1))
+    kept = thin_to_budget(weighted, 100, torch.Generator().manual_seed(1))
     assert float(kept.weights.sum()) == pytest.approx(1)
     assert torch.allclose(kept.weights / kept.weights[0], weighted.weights[places] / weighted.weights[places[0]])

@@ -14,7 +14,7 @@ from problems.command_line import Cli
 from problems.long_run import long_but
 
 from bnncli.cli.commands import own_commands
-from bnncli.options.declaration import declared, flag_of
+from bnncli.options.declaration import flag_of, map_options
 from faults.lines import LINES, READ, WRITTEN, prepare
 from faults.trials import serve
 
@@ -74,7 +74,7 @@ def test_every_option_that_names_a_file_is_known() -> None:
         flag_of(spec.name): spec.metadata["writes"]
         for command in own_commands()
         for group in command.groups
-        for spec, _ in declared(group).values()
+        for spec, _ in map_options(group).values()
         if {"FILE", "DIR"} & {*str(spec.metadata.get("metavar")).split("|")} and "NAME" not in spec.metadata["metavar"]
     }
     assert {*named} == WRITTEN | READ

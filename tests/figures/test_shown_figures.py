@@ -23,7 +23,7 @@ from bnncli.figures import svg as inline
 from bnncli.figures.chains import ChainTraces, Trace
 from bnncli.figures.posteriors import Weights, WeightSpread
 from bnncli.figures.predictions import ReliabilityDiagrams
-from bnncli.figures.style import DARK, Shown, figure_file
+from bnncli.figures.style import DARK, FigureContent, figure_file
 from bnncli.figures.svg import inline_svg
 
 pytestmark = pytest.mark.core
@@ -39,7 +39,7 @@ def svgs() -> dict[str, str]:
 
 
 @named
-def test_a_figure_says_what_it_is_and_has_its_numbers(figure: Shown) -> None:
+def test_a_figure_says_what_it_is_and_has_its_numbers(figure: FigureContent) -> None:
     assert re.fullmatch(r"[A-Za-z0-9.-]+", figure.name)
     assert figure.title
     assert figure.description.endswith(".")
@@ -48,7 +48,7 @@ def test_a_figure_says_what_it_is_and_has_its_numbers(figure: Shown) -> None:
 
 
 @named
-def test_inside_a_page_it_is_told_and_refers_to_nothing_outside(figure: Shown, svgs: dict[str, str]) -> None:
+def test_inside_a_page_it_is_told_and_refers_to_nothing_outside(figure: FigureContent, svgs: dict[str, str]) -> None:
     svg = svgs[figure.name]
     root = Tree.fromstring(svg)
     assert root.tag == "svg"
@@ -63,7 +63,7 @@ def test_inside_a_page_it_is_told_and_refers_to_nothing_outside(figure: Shown, s
 
 
 @named
-def test_every_colour_turns_with_the_page(figure: Shown, svgs: dict[str, str]) -> None:
+def test_every_colour_turns_with_the_page(figure: FigureContent, svgs: dict[str, str]) -> None:
     svg = svgs[figure.name]
     assert not re.findall(r"#[0-9a-fA-F]{6}\b", svg)
     assert {f"#{ink}" for ink in re.findall(r"var\(--ink-([0-9a-f]{6})\)", svg)} <= DARK.keys()

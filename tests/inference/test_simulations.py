@@ -13,7 +13,7 @@ from problems.seeds import seeded
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bnncli.commands.fit_lbbnn import FitLbbnnOptions, plan_of, start_of
+from bnncli.commands.fit_lbbnn import FitLbbnnOptions, build_start, make_plan
 from bnncli.evaluation.convergence import RankLaw
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
@@ -227,11 +227,11 @@ def latent_features(num_examples: int, layout: NetworkLayout = NET) -> Tensor:
 
 def start(options: FitLbbnnOptions, layout: NetworkLayout, count: int, generator: torch.Generator) -> LatentModel:
     num_repeats = count * options.repeats
-    return start_of(options, layout, [1.0], num_repeats=num_repeats, generator=generator, device=CPU)
+    return build_start(options, layout, [1.0], num_repeats=num_repeats, generator=generator, device=CPU)
 
 
 def refit_of(options: FitLbbnnOptions, layout: NetworkLayout, num_examples: int) -> LatentRefit:
-    return LatentRefit(partial(start, options, layout), plan_of(options, num_examples))
+    return LatentRefit(partial(start, options, layout), make_plan(options, num_examples))
 
 
 def least_p_value(refit: Refit, *, num: int, num_examples: int, net: NetworkLayout = NET) -> float:
@@ -319,7 +319,7 @@ def test_each_network_learns_from_its_own_labels_alone(
 
     def means(some: Tensor) -> Tensor:
         begun = start(options, layout, 1, seeded(3))
-        return fit_latent(begun, latent_features(10), some, plan_of(options, 10), generator=seeded(4))[0].factors.mean
+        return fit_latent(begun, latent_features(10), some, make_plan(options, 10), generator=seeded(4))[0].factors.mean
 
     own = means(torch.stack(labels, dim=1))
     assert own.equal(torch.stack([means(one)[repeat] for repeat, one in enumerate(labels)]))

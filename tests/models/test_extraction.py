@@ -22,7 +22,7 @@ from bnncli.models import features as parts
 from bnncli.models.build import load_network
 from bnncli.models.checkpoints import load_checkpoint
 from bnncli.models.features import FeatureComputation, PrecisionLoss, collect, extract, track_batches
-from bnncli.models.head import Head, before_links, head_of, logits_before, prove_head
+from bnncli.models.head import Head, find_logits_before, head_of, prove_head, record_link_inputs
 from bnncli.models.head_search import find_head
 from bnncli.parameters.tensor_bytes import peak_bytes
 from bnncli.progress import Task
@@ -434,9 +434,9 @@ def test_logits_of_confident_outputs_are_those_that_went_in(end: str) -> None:
     inputs = torch.tensor([[CONFIDENT], [-CONFIDENT], [0.5]], dtype=torch.float64)
 
     def logits(weight: Tensor, example: Tensor) -> Tensor:
-        with before_links():
+        with record_link_inputs():
             output = apply((example.unsqueeze(0) @ weight.T) * 1)
-        return logits_before(output, link)[0]
+        return find_logits_before(output, link)[0]
 
     of_all = torch.func.vmap(logits, in_dims=(None, 0))
     torch.testing.assert_close(of_all(weight, inputs), inputs @ weight.T, rtol=0, atol=0)
@@ -448,10 +448,10 @@ def test_logits_of_confident_outputs_are_those_that_went_in(end: str) -> None:
 
 def test_probabilities_of_unseen_origin_are_undone_as_far_as_numbers_go() -> None:
     logits = torch.tensor([[0.0, -60.0, 3.0]])
-    undone = logits_before(logits.softmax(-1), "softmax")
+    undone = find_logits_before(logits.softmax(-1), "softmax")
     torch.testing.assert_close(undone - undone.mean(), logits - logits.mean(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits_before(torch.sigmoid(logits / 10), "sigmoid"), logits / 10)
-    assert torch.isfinite(logits_before(torch.tensor([0.0, 1.0]), "sigmoid")).all()
+    torch.testing.assert_close(find_logits_before(torch.sigmoid(logits / 10), "sigmoid"), logits / 10)
+    assert torch.isfinite(find_logits_before(torch.tensor([0.0, 1.0]), "sigmoid")).all()
 
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from problems.optional_libraries import library
 
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
-from bnncli.artifacts.headers import odd_field
+from bnncli.artifacts.headers import find_invalid_field
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import UsageError
 from bnncli.models import is_kind
@@ -74,9 +74,9 @@ def test_files_are_recorded_relative_to_the_run_folders_parent(tmp_path: Path) -
     assert ModelFiles.recorded({"path": "net.pt"}, tmp_path / "net.pt.bnn") is None
     forged = {**record, "file_sha256": "0", "weights_digest": "0", "files": "config.json"}
     provenance = {"params_hash": "", "params": {}, "algo_rev": 1, "command": [], "inputs": [], "checkpoint": forged}
-    assert odd_field("features", provenance, {}) == "checkpoint"
+    assert find_invalid_field("features", provenance, {}) == "checkpoint"
     provenance["checkpoint"] = {**forged, "files": ["config.json"]}
-    assert odd_field("features", provenance, {}) is None
+    assert find_invalid_field("features", provenance, {}) is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "step/__0_0.distcp", "model-00001-of-00002.bin"])

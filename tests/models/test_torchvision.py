@@ -88,13 +88,15 @@ def test_classes_are_counted_where_a_builder_looks_at_its_tensors(models: Any) -
 
 def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
     """Their builders set it, and no state dict tells: only the shape of a transformer's images could be seen."""
-    from bnncli.models.kinds.torchvision import _of_weights
+    from bnncli.models.kinds.torchvision import _infer_from_weights
 
-    assert _of_weights("vit_b_16", models.get_model_weights("vit_b_16")["IMAGENET1K_SWAG_E2E_V1"]) == {
+    assert _infer_from_weights("vit_b_16", models.get_model_weights("vit_b_16")["IMAGENET1K_SWAG_E2E_V1"]) == {
         "image_size": 384
     }
-    assert _of_weights("maxvit_t", models.get_model_weights("maxvit_t")["IMAGENET1K_V1"]) == {"input_size": (224, 224)}
-    assert _of_weights("resnet18", models.get_model_weights("resnet18")["IMAGENET1K_V1"]) == {}
+    assert _infer_from_weights("maxvit_t", models.get_model_weights("maxvit_t")["IMAGENET1K_V1"]) == {
+        "input_size": (224, 224)
+    }
+    assert _infer_from_weights("resnet18", models.get_model_weights("resnet18")["IMAGENET1K_V1"]) == {}
 
 
 @pytest.mark.parametrize(

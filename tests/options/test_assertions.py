@@ -11,7 +11,7 @@ from problems.command_line import Cli
 
 from bnncli.errors import MissingInput, UsageError
 from bnncli.options.scoring import Quantity, parse_assertion, parse_score
-from bnncli.session.score_rows import Absent, check_names, failure_text, forms, hold_against
+from bnncli.session.score_rows import AbsentPosterior, check_assertions, check_names, failure_text, spell_metrics
 
 METRICS = ("nll", "ece", "auroc", "mmd2")
 
@@ -39,7 +39,8 @@ ROWS = [
 
 def checked(text: str, rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     return [
-        (f"{c['posterior']}.{c['integrator']}@{c['split']}", c["holds"]) for c in hold_against([assertion(text)], rows)
+        (f"{c['posterior']}.{c['integrator']}@{c['split']}", c["holds"])
+        for c in check_assertions([assertion(text)], rows)
     ]
 
 
@@ -112,14 +113,14 @@ def test_every_posterior_is_compared_with_the_one_on_the_right_but_that_one_itse
     assert checked("nll<map.nll", ROWS) == [("laplace.mc@test", True), ("laplace.probit@test", True)]
     assert checked("map.nll<ece", ROWS) == [("map.plug-in@test", False)]
     with pytest.raises(MissingInput, match="no other posterior"):
-        hold_against([assertion("nll<map.nll")], ROWS[:1])
+        check_assertions([assertion("nll<map.nll")], ROWS[:1])
 
 
 def test_a_right_side_of_two_integrators_is_that_of_the_left_or_an_error_that_names_them() -> None:
     rows = [*ROWS, row("refine", nll=0.26)]
     assert checked("refine.nll<laplace.nll", rows) == [("refine.mc@test", True)]
     with pytest.raises(UsageError, match=r"is ambiguous; name one of laplace.mc.nll, laplace.probit.nll"):
-        hold_against([assertion("map.nll<laplace.nll")], ROWS)
+        check_assertions([assertion("map.nll<laplace.nll")], ROWS)
 
 
 def test_the_split_is_test_or_the_only_one_and_on_the_right_that_of_the_left() -> None:
@@ -154,16 +155,16 @@ def test_a_score_that_may_mean_two_is_an_error_that_names_them() -> None:
     auroc = [{"value": 0.9, "ood": ood, "score": "max_prob"} for ood in ("near", "far")]
     with pytest.raises(UsageError, match="is ambiguous; name one of auroc:near, auroc:far"):
         checked("auroc>0.5", [row("a", auroc=auroc)])
-    assert forms([{"name": "auroc", "value": 1.0, "n": 3}]) == ["auroc"]
+    assert spell_metrics([{"name": "auroc", "value": 1.0, "n": 3}]) == ["auroc"]
 
 
 def test_an_undefined_score_fails_with_its_reason() -> None:
     undefined = [{"value": None, "undefined": "no labels"}]
     rows = [row("a", nll=undefined), row("b", nll=0.1)]
-    checks = hold_against([assertion("nll<1")], rows)
+    checks = check_assertions([assertion("nll<1")], rows)
     assert [(c["holds"], c["left"], c.get("reason")) for c in checks] == [(False, None, "no labels"), (True, 0.1, None)]
     assert failure_text(checks) == "nll of a (mc, test) is undefined (no labels), expected nll<1"
-    right = hold_against([assertion("b.nll<a.nll")], rows)
+    right = check_assertions([assertion("b.nll<a.nll")], rows)
     assert (right[0]["holds"], right[0]["right"], right[0]["reason"]) == (False, None, "a.nll: no labels")
 
 
@@ -193,19 +194,19 @@ def test_a_part_of_a_score_is_what_is_compared() -> None:
     rows = [row("a", ece=ece, nll=[{"value": 0.3, "interval": None}])]
     texts = ("ece<=0.02", "ece-excess<=0.01", "ece-excess<=0.003", "ece-floor==0.02", "ece-low<=0", "ece-high<=0.01")
     assert [checked(text, rows)[0][1] for text in texts] == [False, True, False, True, True, False]
-    checks = hold_against([assertion("ece-high<=0.01"), assertion("nll-high<1")], rows)
+    checks = check_assertions([assertion("ece-high<=0.01"), assertion("nll-high<1")], rows)
     assert failure_text(checks) == (
         "ece-high of a (mc, test) is 0.015, expected ece-high<=0.01; "
         "nll-high of a (mc, test) is undefined (it has no interval), expected nll-high<1"
     )
 
 
-STALE = Absent("refine", "refine.mc", "it is stale")
+STALE = AbsentPosterior("refine", "refine.mc", "it is stale")
 
 
 def test_what_is_asserted_of_every_posterior_fails_for_one_that_is_absent() -> None:
-    unpredicted = Absent("hmc", "hmc", "it has no predictions", is_predicted=False)
-    checks = hold_against([assertion("nll<1"), assertion("hmc.nll<1")], ROWS, [STALE, unpredicted])
+    unpredicted = AbsentPosterior("hmc", "hmc", "it has no predictions", is_predicted=False)
+    checks = check_assertions([assertion("nll<1"), assertion("hmc.nll<1")], ROWS, [STALE, unpredicted])
     assert [check["holds"] for check in checks] == [True, True, True, False, False]
     assert failure_text(checks) == (
         "nll of refine.mc is unknown (it is stale), expected nll<1; predict refine, or name another: POSTERIOR.nll; "
@@ -216,38 +217,40 @@ def test_what_is_asserted_of_every_posterior_fails_for_one_that_is_absent() -> N
 def test_an_absent_posterior_that_is_named_on_either_side_fails_and_others_are_not_its_matter() -> None:
     for text in ("refine.nll<1", "refine.mc.nll<1", "nll<refine.nll", "map.nll<refine.nll"):
         check_names([assertion(text)], ROWS, [STALE])
-        (check,) = hold_against([assertion(text)], ROWS, [STALE])
+        (check,) = check_assertions([assertion(text)], ROWS, [STALE])
         assert (check["holds"], check["name"], check["reason"]) == (False, "refine.mc", "it is stale")
     assert [holds for _, holds in checked_with("map.nll<1", [STALE])] == [True]
     assert [name for name, holds in checked_with("nll<map.nll", [STALE]) if not holds] == ["refine.mc"]
-    half = [Absent("laplace", "laplace.bridge", "it is stale")]
+    half = [AbsentPosterior("laplace", "laplace.bridge", "it is stale")]
     assert [name for name, holds in checked_with("laplace.nll<1", half) if not holds] == ["laplace.bridge"]
     assert [name for name, holds in checked_with("laplace.probit.nll<1", half) if not holds] == []
 
 
-def checked_with(text: str, absent: list[Absent]) -> list[tuple[str, bool]]:
-    return [(check["name"], check["holds"]) for check in hold_against([assertion(text)], ROWS, absent)]
+def checked_with(text: str, absent: list[AbsentPosterior]) -> list[tuple[str, bool]]:
+    return [(check["name"], check["holds"]) for check in check_assertions([assertion(text)], ROWS, absent)]
 
 
 def test_predictions_of_other_splits_alone_are_absent_too_and_the_reference_of_a_distance_is_not() -> None:
     rows = [row("a", nll=0.1, mmd2=0.0), row("b", split="val", nll=0.1, mmd2=0.0)]
-    checks = hold_against([assertion("nll<1")], rows)
+    checks = check_assertions([assertion("nll<1")], rows)
     assert [(c["posterior"], c["holds"]) for c in checks] == [("a", True), ("b", False)]
     assert checks[1]["reason"] == "no predictions of split 'test'"
-    absent = [Absent("hmc", "hmc", "it has no predictions")]
-    checks = hold_against([assertion("mmd2<1")], rows[:1], absent, references=["hmc"])
+    absent = [AbsentPosterior("hmc", "hmc", "it has no predictions")]
+    checks = check_assertions([assertion("mmd2<1")], rows[:1], absent, references=["hmc"])
     assert [check["holds"] for check in checks] == [True]
 
 
 def test_the_failure_names_every_number_that_failed() -> None:
-    checks = hold_against([assertion("ece<=0.01"), assertion("nll<map.nll"), assertion("map.nll<laplace.mc.nll")], ROWS)
+    checks = check_assertions(
+        [assertion("ece<=0.01"), assertion("nll<map.nll"), assertion("map.nll<laplace.mc.nll")], ROWS
+    )
     assert failure_text(checks) == (
         "ece of map (plug-in, test) is 0.04, expected ece<=0.01; ece of laplace (probit, test) is 0.02, expected ece<=0.01; "
         "nll of map (plug-in, test) is 0.32, expected map.nll<laplace.mc.nll (0.27)"
     )
-    close = hold_against([assertion("nll<=0.3")], [row("a", nll=0.30000001)])
+    close = check_assertions([assertion("nll<=0.3")], [row("a", nll=0.30000001)])
     assert failure_text(close) == "nll of a (mc, test) is 0.30000001, expected nll<=0.3"
-    assert failure_text(hold_against([assertion("nll<1")], ROWS)) is None
+    assert failure_text(check_assertions([assertion("nll<1")], ROWS)) is None
 
 
 @pytest.mark.parametrize("text", ["nobody.nll<1", "nll<nobody.nll", "map.mc.nll<1", "nll@tst<1"])

@@ -23,13 +23,13 @@ from bnncli.artifacts.freshness import UNKNOWN_MAKER
 from bnncli.artifacts.resume import write_state
 from bnncli.cli.build import parser
 from bnncli.cli.commands import own_commands
-from bnncli.cli.options import QuickCommand, _from_text, option_fields
+from bnncli.cli.options import QuickCommand, _parse_text, option_fields
 from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command import CommandLine, CommonOptions, RecordOptions, RunOptions, WriteOptions, own_command
-from bnncli.options.declaration import choices_of, flag_of, made, spelled
-from bnncli.options.shared import parse_until, unmet
+from bnncli.options.declaration import choices_of, flag_of, made, spell_options
+from bnncli.options.shared import find_unmet_conditions, parse_until
 from bnncli.session import produce as resumable
 
 MAKERS = {one.name: one.groups for one in own_commands() if RecordOptions in one.groups}
@@ -69,7 +69,7 @@ def sample(command: Any, name: str) -> tuple[list[str], list[str]]:
         for beside in ({}, *COMPANIONS.get(command.name, ())):
             texts = {**beside, name: value}
             with contextlib.suppress(UsageError, ValueError):
-                values = {key: _from_text(text, options[key][1], "") for key, text in texts.items()}
+                values = {key: _parse_text(text, options[key][1], "") for key, text in texts.items()}
                 for group in command.groups:
                     made(group, values)
                 return words_of(name, None if alone else value), [
@@ -243,11 +243,11 @@ MEANT = {"hint": "use a larger \0prior_precision\0", "texts": ["add \0assert_\0"
 
 
 def test_a_field_is_spelled_as_an_option() -> None:
-    assert spelled(MEANT) == {"hint": "use a larger --prior-precision", "texts": ["add --assert", 3], "n": None}
+    assert spell_options(MEANT) == {"hint": "use a larger --prior-precision", "texts": ["add --assert", 3], "n": None}
 
 
 def test_a_field_is_spelled_as_whoever_reads_it_writes_it() -> None:
-    assert spelled(MEANT, "{}=".format) == {
+    assert spell_options(MEANT, "{}=".format) == {
         "hint": "use a larger prior_precision=",
         "texts": ["add assert_=", 3],
         "n": None,
@@ -281,10 +281,10 @@ def test_bounds_that_mean_nothing_are_refused(text: str) -> None:
 
 def test_bounds_are_inclusive_and_undefined_values_meet_none() -> None:
     conditions = parse_until("rhat<=1.01,ess>=400", "--until")
-    assert unmet(conditions, {"rhat": 1.01, "ess": 400.0}) == []
-    assert unmet(conditions, {"rhat": 1.011, "ess": 401.0}) == [conditions[0]]
-    assert unmet(conditions, {"rhat": 1.0, "ess": 399.9}) == [conditions[1]]
-    assert unmet(conditions, {"rhat": None, "ess": None}) == list(conditions)
+    assert find_unmet_conditions(conditions, {"rhat": 1.01, "ess": 400.0}) == []
+    assert find_unmet_conditions(conditions, {"rhat": 1.011, "ess": 401.0}) == [conditions[0]]
+    assert find_unmet_conditions(conditions, {"rhat": 1.0, "ess": 399.9}) == [conditions[1]]
+    assert find_unmet_conditions(conditions, {"rhat": None, "ess": None}) == list(conditions)
 
 
 INTEGERS = ["0", "7", "-3", "007", "1_000", "+4", " 5", "1.0", "1e3", "x", "", "9" * 18, "9" * 40, "٣"]

@@ -14,15 +14,15 @@ from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.papers.beyond_toys import (
-    calibrated,
+    compute_errors,
+    compute_last_features,
     draw_published_ece,
     draw_refinement_gain,
-    errors_of,
-    last_features,
     measure_published_ece,
     measure_reference_scores,
     measure_refinement_gain,
-    of_target,
+    measure_target,
+    simulate_calibrated,
 )
 from bnncli.papers.recipe import Measurements
 from bnncli.parameters.layouts import HeadLayout
@@ -50,15 +50,15 @@ def by_loop(confidence: np.ndarray, is_right: np.ndarray, num_bins: int, *, leav
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.95])
 def test_errors_are_those_of_the_loops(share: float) -> None:
-    probs, labels = calibrated(3000, share, np.random.default_rng(1))
-    found, confidence = errors_of((probs, labels)), probs[:, 0]
+    probs, labels = simulate_calibrated(3000, share, np.random.default_rng(1))
+    found, confidence = compute_errors((probs, labels)), probs[:, 0]
     assert found["published"] == pytest.approx(by_loop(confidence, labels == 0, 100, leaves_out=True), abs=1e-9)
     assert found["real"] == pytest.approx(by_loop(confidence, labels == 0, 100, leaves_out=False), abs=1e-9)
     assert found["usual"] == pytest.approx(by_loop(confidence, labels == 0, 15, leaves_out=False), abs=1e-9)
 
 
 def test_the_model_is_calibrated_and_as_sure_as_it_should_be() -> None:
-    probs, labels = calibrated(200_000, 0.3, np.random.default_rng(0))
+    probs, labels = simulate_calibrated(200_000, 0.3, np.random.default_rng(0))
     confidence = probs.max(axis=1)
     assert (confidence >= 0.99).mean() == pytest.approx(0.3)
     for low, high in ((0.5, 0.6), (0.8, 0.9), (0.99, 1.0)):
@@ -129,7 +129,7 @@ def test_elbo_is_that_of_a_grid_and_the_gain_closes_part_of_the_gap_to_the_evide
     log_q = gaussian.log_density(grid)
     evidence = float(torch.logsumexp(log_joint, 0)) + np.log(cell)
     elbo = float((log_q.exp() * (log_joint - log_q)).sum()) * cell
-    found = of_target(target, "full", GAIN, generator=seeded())
+    found = measure_target(target, "full", GAIN, generator=seeded())
     assert found["elbo"].standard_error is not None
     assert abs(found["elbo"].value - elbo) < 4 * found["elbo"].standard_error
     gap, gain = evidence - elbo, found["gain_affine"]
@@ -138,13 +138,13 @@ def test_elbo_is_that_of_a_grid_and_the_gain_closes_part_of_the_gap_to_the_evide
 
 
 def test_a_strong_prior_leaves_nothing_to_gain() -> None:
-    found = of_target(head_target(HeadLayout(3, 4), 20, prior=1e4), "full", GAIN, generator=seeded())
+    found = measure_target(head_target(HeadLayout(3, 4), 20, prior=1e4), "full", GAIN, generator=seeded())
     assert found["gain_affine"].value == pytest.approx(0, abs=0.01)
     assert found["k"].value < 0.5
 
 
 def test_features_are_what_the_last_layer_takes() -> None:
-    features, labels = last_features(INPUTS, 30)
+    features, labels = compute_last_features(INPUTS, 30)
     network = registry.load_module("networks", "lenet5").build()
     state = torch.load(INPUTS["net"])
     network.load_state_dict(state)

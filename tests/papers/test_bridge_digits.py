@@ -14,11 +14,11 @@ from scipy import stats
 from bnncli.errors import DataError
 from bnncli.papers import bridge_digits, digit_network
 from bnncli.papers.bridge_digits import (
-    condition,
+    check_condition,
     draw_digit_variance,
     measure_digit_variance,
     predicted_variance,
-    summary,
+    summarize_variance,
 )
 from bnncli.papers.figures import draw_times
 from bnncli.progress import SILENT
@@ -38,18 +38,18 @@ def written(path: Path, count: int, seed: int = 0) -> Path:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> NetworkTarget:
     path = written(tmp_path_factory.mktemp("digits") / "train.npz", 120)
-    return digit_network.trained(*digit_network.images(path), classes=10, epochs=3, generator=seeded(1))
+    return digit_network.train_network(*digit_network.read_images(path), classes=10, epochs=3, generator=seeded(1))
 
 
 def test_images_of_the_first_classes_are_taken_in_their_order(tmp_path: Path) -> None:
     path = written(tmp_path / "a.npz", 30)
-    inputs, labels = digit_network.images(path, classes=3, count=7)
+    inputs, labels = digit_network.read_images(path, classes=3, count=7)
     assert labels.tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert inputs.shape == (7, 1, 28, 28)
     assert float(inputs.max()) <= 1
     np.savez(tmp_path / "b.npz", x=np.zeros((2, 8, 8), dtype=np.uint8), y=np.zeros(2))
     with pytest.raises(DataError, match="expected uint8 images of 28 x 28"):
-        digit_network.images(tmp_path / "b.npz")
+        digit_network.read_images(tmp_path / "b.npz")
 
 
 def test_curvature_is_the_mean_over_images_of_the_gauss_newton_diagonal(target: NetworkTarget) -> None:
@@ -65,24 +65,24 @@ def test_curvature_is_the_mean_over_images_of_the_gauss_newton_diagonal(target: 
         probs = logits_of(image, theta).double().softmax(dim=0)
         fisher = torch.diag(probs) - torch.outer(probs, probs)
         expected += ((fisher @ jacobian) * jacobian).sum(dim=0) / 2
-    torch.testing.assert_close(digit_network.curvature(target, 2), expected, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(digit_network.compute_curvature(target, 2), expected, rtol=1e-3, atol=1e-7)
 
 
 def test_samples_of_the_logits_are_those_of_a_multivariate_normal() -> None:
     mean = torch.tensor([[1.0, 0.0, -1.0]]).double()
     root = torch.randn(3, 3, generator=seeded(2)).double()
     noise = torch.randn(100_000, 3, generator=seeded(3)).double()
-    found = bridge_digits.sampled(mean, (root @ root.T)[None], noise)[0]
+    found = bridge_digits.sample_probs(mean, (root @ root.T)[None], noise)[0]
     draws = torch.distributions.MultivariateNormal(mean[0], root @ root.T).sample((100_000,))
     torch.testing.assert_close(found, draws.softmax(dim=1).mean(dim=0), atol=0.006, rtol=0)
 
 
 def test_the_prior_makes_samples_less_confident_by_a_twentieth(target: NetworkTarget) -> None:
-    curvature, few = digit_network.curvature(target, 20), target.inputs[:8]
+    curvature, few = digit_network.compute_curvature(target, 20), target.inputs[:8]
     tau = bridge_digits.prior_precision(target, curvature, few, seeded(4), draws=400)
-    gaussian = digit_network.gaussian(target, 1 / (120 * curvature + tau))
+    gaussian = digit_network.build_gaussian(target, 1 / (120 * curvature + tau))
     noise = torch.randn(4000, 10, generator=seeded(5)).double()
-    found = bridge_digits.sampled(*gaussian.logits.moments(few), noise).amax(dim=1).mean()
+    found = bridge_digits.sample_probs(*gaussian.logits.moments(few), noise).amax(dim=1).mean()
     alone = target.layout.logits(few, digit_network.weights(target)[None])[0].softmax(dim=1).amax(dim=1).mean()
     assert float(found / alone) == pytest.approx(0.95, abs=0.02)
 
@@ -105,7 +105,7 @@ def test_the_bars_of_times_have_the_length_of_their_parts() -> None:
 def test_the_standard_error_of_an_area_is_near_that_of_delong() -> None:
     random = np.random.default_rng(3)
     inside, outside = random.normal(1, 1, 150), random.normal(0, 1, 120)
-    value, error = bridge_digits.area(inside, outside, random)
+    value, error = bridge_digits.compute_auroc(inside, outside, random)
     wins = inside[:, None] > outside
     assert value == pytest.approx(wins.mean())
     delong = wins.mean(axis=1).var(ddof=1) / 150 + wins.mean(axis=0).var(ddof=1) / 120
@@ -120,7 +120,7 @@ def test_the_variance_is_that_of_the_most_probable_class() -> None:
 
 def test_means_are_of_the_digits_seen_and_unseen() -> None:
     digits = np.repeat(np.arange(10), 2)
-    found = summary(np.arange(20) / 10, digits)
+    found = summarize_variance(np.arange(20) / 10, digits)
     assert found["variance_4"].value == pytest.approx(0.85)
     assert found["variance_4"].standard_error == pytest.approx(0.05)
     assert found["variance_seen"].value == pytest.approx(0.25)
@@ -153,9 +153,9 @@ def test_the_condition_says_where_the_variance_falls_with_the_concentration() ->
         more[top] *= 1 + 1e-6
         falls.append(stats.dirichlet(more).var()[top] < stats.dirichlet(alpha).var()[top])
     assert 20 < sum(falls) < 380
-    np.testing.assert_array_equal(condition(log_alpha).numpy(), falls)
+    np.testing.assert_array_equal(check_condition(log_alpha).numpy(), falls)
 
 
 def test_of_huge_concentrations_more_than_a_third_is_enough() -> None:
     shares = torch.tensor([[0.33, 0.25, 0.21, 0.21], [0.34, 0.24, 0.21, 0.21], [0.25, 0.25, 0.25, 0.25]]).double()
-    assert condition(shares.log() + 500).tolist() == [False, True, False]
+    assert check_condition(shares.log() + 500).tolist() == [False, True, False]

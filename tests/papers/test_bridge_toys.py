@@ -16,23 +16,23 @@ from bnncli.numerics import dirichlet
 from bnncli.papers import bridge_toys
 from bnncli.papers.bridge_toys import (
     GAUSSIANS,
+    append_one,
     bridge_shares,
-    crossing,
-    curves_of,
+    build_vertices,
+    compute_curves,
+    compute_kl,
     dirichlet_shares,
-    divergence,
     draw_overlapping_classes,
     draw_simplex_densities,
+    find_crossing,
     mean_curvature,
+    measure_beta,
+    measure_lengths,
     measure_overlapping_classes,
     measure_simplex_densities,
-    of_beta,
-    of_lengths,
-    projected,
+    project_moments,
     sample_shares,
     to_gaussian,
-    vertices,
-    with_one,
 )
 from bnncli.papers.recipe import Measurements
 from bnncli.parameters.prior import Prior
@@ -40,7 +40,7 @@ from bnncli.progress import SILENT
 
 
 def test_a_triangle_halved_five_times_has_561_vertices() -> None:
-    points = vertices(5)
+    points = build_vertices(5)
     assert points.shape == (561, 3)
     assert points.min() == 1e-3
     assert len(np.unique(points, axis=0)) == 561
@@ -48,7 +48,7 @@ def test_a_triangle_halved_five_times_has_561_vertices() -> None:
 
 def test_samples_count_at_their_nearest_vertex() -> None:
     mean, covariance = torch.tensor([2.0, 0.0, 1.0]).double(), 1e-12 * torch.eye(3).double()
-    points = vertices(3)
+    points = build_vertices(3)
     shares = sample_shares(mean, covariance, points, 50, torch.Generator().manual_seed(0))
     nearest = np.linalg.norm(points - mean.softmax(0).numpy(), axis=1).argmin()
     assert shares[nearest] == 1
@@ -57,7 +57,7 @@ def test_samples_count_at_their_nearest_vertex() -> None:
 
 def test_the_bridge_has_the_density_of_its_dirichlet_at_the_vertices() -> None:
     mean, covariance = (torch.tensor(part, dtype=torch.float64) for part in GAUSSIANS[1])
-    points = vertices(3) / vertices(3).sum(axis=1, keepdims=True)
+    points = build_vertices(3) / build_vertices(3).sum(axis=1, keepdims=True)
     alpha = dirichlet.from_gaussian(mean[None], covariance.diagonal()[None]).exp()[0].numpy()
     expected = np.array([stats.dirichlet.pdf(point, alpha) for point in points])
     np.testing.assert_allclose(bridge_shares(mean, covariance, points), expected / expected.sum(), rtol=1e-9)
@@ -67,27 +67,27 @@ def test_projected_moments_are_those_of_logits_minus_their_mean() -> None:
     mean, covariance = (torch.tensor(part, dtype=torch.float64) for part in GAUSSIANS[2])
     draws = torch.distributions.MultivariateNormal(mean, covariance).sample((200_000,))
     centred = draws - draws.mean(dim=1, keepdim=True)
-    found_mean, found_covariance = projected(mean, covariance)
+    found_mean, found_covariance = project_moments(mean, covariance)
     torch.testing.assert_close(centred.mean(dim=0), found_mean, atol=0.02, rtol=0)
     torch.testing.assert_close(centred.T.cov(), found_covariance, atol=0.03, rtol=0)
 
 
 def test_divergence_is_zero_of_equal_shares_and_a_sum_by_hand_of_others() -> None:
     one, other = np.array([0.5, 0.5, 0.0]), np.array([0.25, 0.5, 0.25])
-    assert divergence(one, one) == 0
-    assert divergence(one, other) == pytest.approx(0.5 * np.log(2), abs=1e-12)
+    assert compute_kl(one, one) == 0
+    assert compute_kl(one, other) == pytest.approx(0.5 * np.log(2), abs=1e-12)
 
 
 def test_a_power_law_crosses_its_level_where_it_should() -> None:
     sizes = [10, 100, 1000]
-    assert crossing(sizes, [1 / size for size in sizes], 1 / 250) == pytest.approx(250)
-    assert crossing(sizes, [0.1, 0.01, 0.001], 0.5) == 10
-    assert crossing(sizes, [0.1, 0.01, 0.001], 1e-5) == 1000
+    assert find_crossing(sizes, [1 / size for size in sizes], 1 / 250) == pytest.approx(250)
+    assert find_crossing(sizes, [0.1, 0.01, 0.001], 0.5) == 10
+    assert find_crossing(sizes, [0.1, 0.01, 0.001], 1e-5) == 1000
 
 
 def test_samples_have_the_covariance_that_was_asked_for() -> None:
     mean, covariance = torch.zeros(3).double(), torch.tensor(GAUSSIANS[2][1], dtype=torch.float64)
-    points = vertices(5)
+    points = build_vertices(5)
     shares = sample_shares(mean, covariance, points, 100_000, torch.Generator().manual_seed(0))
     draws = torch.distributions.MultivariateNormal(mean, covariance).sample((100_000,)).softmax(dim=1).numpy()
     np.testing.assert_allclose(shares @ points**2, (draws**2).mean(axis=0), atol=0.005)
@@ -110,13 +110,13 @@ def test_the_gaussian_of_a_dirichlet_is_brought_back_to_it() -> None:
 
 
 def test_shares_of_a_dirichlet_have_its_mean() -> None:
-    points = vertices(5)
+    points = build_vertices(5)
     shares = dirichlet_shares(np.array([2.0, 3.0, 5.0]), points, 100_000, seeded(1))
     np.testing.assert_allclose(shares @ points, [0.2, 0.3, 0.5], atol=0.005)
 
 
 def test_distances_in_both_bases_are_those_of_quadrature() -> None:
-    found = of_beta(2.0, 3.0)
+    found = measure_beta(2.0, 3.0)
     beta, gaussian = stats.beta(2, 3), stats.norm(1 / 3, (1 / (1 / 9) + 2 / (4 / 9)) ** -0.5)
     # Kinks of |p - q| at the crossings make quad slow, not wrong.
     gap = integrate.quad(lambda x: abs(beta.pdf(x) - gaussian.pdf(x)), -2, 3, limit=500, points=[0, 1])[0] / 2
@@ -126,7 +126,7 @@ def test_distances_in_both_bases_are_those_of_quadrature() -> None:
 
 
 def test_the_softmax_basis_has_the_density_of_the_logit() -> None:
-    panel = curves_of(6.0, 2.0)[1]
+    panel = compute_curves(6.0, 2.0)[1]
     probs = 1 / (1 + np.exp(-panel["x"]))
     np.testing.assert_allclose(panel["own"], stats.beta(6, 2).pdf(probs) * probs * (1 - probs), rtol=1e-9)
     place = panel["own"].argmax()
@@ -134,8 +134,8 @@ def test_the_softmax_basis_has_the_density_of_the_logit() -> None:
 
 
 def test_a_beta_without_a_mode_has_no_approximation_in_the_standard_basis() -> None:
-    assert "tv_standard" not in of_beta(0.8, 0.7)
-    assert curves_of(0.8, 0.7)[0]["approximation"] is None
+    assert "tv_standard" not in measure_beta(0.8, 0.7)
+    assert compute_curves(0.8, 0.7)[0]["approximation"] is None
 
 
 def test_figure_1_1_has_equal_modes_and_other_means(measured_simplex_densities: Measurements) -> None:
@@ -183,12 +183,12 @@ def test_covariances_in_the_space_of_the_data_are_those_of_the_whole_matrix() ->
     precision = torch.einsum("nkp,nkl,nlq->pq", derivatives, fisher, derivatives) + 0.7 * torch.eye(len(theta))
     own = jacobian(inputs)
     expected = own @ torch.linalg.inv(precision) @ own.transpose(1, 2)
-    torch.testing.assert_close(bridge_toys.whole_covariances(target, inputs), expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(bridge_toys.compute_covariances(target, inputs), expected, rtol=1e-6, atol=1e-9)
 
 
 def test_training_ends_near_the_mode_of_its_own_target() -> None:
-    train, labels = bridge_toys.points(20, seeded(2))
-    target = bridge_toys.trained(train, labels, {**GAUSSIANS_SETTINGS, "steps": 400}, seeded(3))
+    train, labels = bridge_toys.draw_points(20, seeded(2))
+    target = bridge_toys.train_network(train, labels, {**GAUSSIANS_SETTINGS, "steps": 400}, seeded(3))
     theta = bridge_toys.parameters(target)
     start = 0.1 * torch.randn(theta.shape, generator=seeded(4))
     found, other = target.log_joint(torch.stack([theta, start])).tolist()
@@ -200,7 +200,7 @@ def test_training_ends_near_the_mode_of_its_own_target() -> None:
 
 def test_doubts_of_the_bridge_are_those_of_its_dirichlet() -> None:
     mean, variances = torch.tensor([[2.0, 0.5, -1.0, 0.0]]).double(), torch.tensor([[0.5, 1.0, 2.0, 0.7]]).double()
-    found = bridge_toys._of_bridge(mean, torch.diag_embed(variances))
+    found = bridge_toys._compute_bridge_uncertainties(mean, torch.diag_embed(variances))
     m, v = mean[0].numpy(), variances[0].numpy()
     alpha = [
         (1 - 2 / 4 + torch.exp(mean[0])[k].item() / 16 * sum(2.718281828459045**-one for one in m)) / v[k]
@@ -234,7 +234,7 @@ def measured_overlapping_classes() -> Measurements:
 
 def test_the_curvature_is_the_diagonal_of_the_mean_hessian() -> None:
     generator = torch.Generator().manual_seed(0)
-    inner = with_one(torch.randn(7, 3, generator=generator))
+    inner = append_one(torch.randn(7, 3, generator=generator))
     head = torch.randn(4, 4, generator=generator, dtype=torch.float64)
 
     def loss(flat: torch.Tensor) -> torch.Tensor:
@@ -247,9 +247,9 @@ def test_the_curvature_is_the_diagonal_of_the_mean_hessian() -> None:
 def test_lengths_of_one_rescue_nothing_and_longer_ones_the_labels_within() -> None:
     alpha = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, 2.0], [0.0, 1.0, 2.0]], dtype=torch.float64)
     labels = torch.tensor([2, 0, 0])
-    one = of_lengths(alpha, alpha, torch.tensor([1, 1, 1]), labels)
+    one = measure_lengths(alpha, alpha, torch.tensor([1, 1, 1]), labels)
     assert [one[name].value for name in ("length", "rescued", "gain", "longer")] == [1, 0, 0, 0]
-    two = of_lengths(alpha, alpha, torch.tensor([2, 1, 1]), labels)
+    two = measure_lengths(alpha, alpha, torch.tensor([2, 1, 1]), labels)
     assert [two[name].value for name in ("length", "rescued", "longer")] == pytest.approx([4 / 3, 1 / 3, 1 / 3])
 
 

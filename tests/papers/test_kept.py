@@ -15,7 +15,7 @@ from bnncli.evaluation.comparison import Estimate
 from bnncli.papers import beyond_toys
 from bnncli.papers.recipe import Claim, Experiment, Files, Grid, Measurements, Results, Row, needs, study
 from bnncli.papers.runner import MEASURED as NAME
-from bnncli.papers.runner import keep, kept, request_of
+from bnncli.papers.runner import digest_request, read_measurements, write_measurements
 from bnncli.progress import SILENT
 
 MEASURED = Measurements(
@@ -53,8 +53,8 @@ def bounded_entropies(results: Results) -> Iterator[Row]:
 
 
 def test_what_is_kept_comes_back_to_the_last_bit(tmp_path: Path) -> None:
-    keep(tmp_path / NAME, "a", MEASURED)
-    found = kept(tmp_path / NAME, "a")
+    write_measurements(tmp_path / NAME, "a", MEASURED)
+    found = read_measurements(tmp_path / NAME, "a")
     assert found is not None
     assert found.values == MEASURED.values
     assert {name: one.tolist() for name, one in found.arrays.items()} == {
@@ -64,13 +64,13 @@ def test_what_is_kept_comes_back_to_the_last_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 no more", b"{}"])
 def test_another_request_and_a_damaged_file_are_nothing(tmp_path: Path, content: bytes | None) -> None:
-    keep(tmp_path / NAME, "a", MEASURED)
+    write_measurements(tmp_path / NAME, "a", MEASURED)
     if content is None:
-        assert kept(tmp_path / NAME, "b") is None
-        assert kept(tmp_path / "none.npz", "a") is None
+        assert read_measurements(tmp_path / NAME, "b") is None
+        assert read_measurements(tmp_path / "none.npz", "a") is None
     else:
         (tmp_path / NAME).write_bytes(content)
-        assert kept(tmp_path / NAME, "a") is None
+        assert read_measurements(tmp_path / NAME, "a") is None
 
 
 def test_a_request_is_of_settings_content_and_seed_and_of_no_place(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_request_is_of_settings_content_and_seed_and_of_no_place(tmp_path: Pat
         (tmp_path / name).write_bytes(content)
 
     def asked(file: str, size: int = 3, seed: int = 0, name: str = "r") -> str:
-        return request_of(name, {"size": size}, {"train": tmp_path / file}, seed=seed, progress=SILENT)
+        return digest_request(name, {"size": size}, {"train": tmp_path / file}, seed=seed, progress=SILENT)
 
     assert asked("one") == asked("moved")
     assert len({asked("one"), asked("other"), asked("one", 4), asked("one", seed=1), asked("one", name="s")}) == 5

@@ -11,13 +11,13 @@ from bnncli.errors import DataError
 from bnncli.evaluation.comparison import Estimate
 from bnncli.lazy import torch
 from bnncli.papers.lbbnn_toys import (
-    apart,
     draw_certain_images,
     draw_entropy_curves,
-    ends,
-    entropies,
     measure_certain_images,
+    measure_distance,
     measure_entropy_curves,
+    read_entropies,
+    select_ends,
 )
 from bnncli.papers.recipe import Measurements
 from bnncli.progress import SILENT
@@ -46,12 +46,12 @@ def measured_entropy_curves(table: Path) -> Measurements:
 
 
 def test_entropies_are_those_of_the_posterior_integrator_and_split_in_the_order_of_rows(table: Path) -> None:
-    np.testing.assert_allclose(entropies(table, "a", "other"), 0.5 + np.arange(200) / 200)
+    np.testing.assert_allclose(read_entropies(table, "a", "other"), 0.5 + np.arange(200) / 200)
     with pytest.raises(DataError, match="no rows of c, mc, split 'test'"):
-        entropies(table, "c", "test")
+        read_entropies(table, "c", "test")
     np.savez(table, x=np.zeros(3))
     with pytest.raises(DataError, match="expected a table written by predict"):
-        entropies(table, "a", "test")
+        read_entropies(table, "a", "test")
 
 
 def test_shares_and_medians_are_those_of_the_images(table: Path) -> None:
@@ -106,14 +106,14 @@ def test_the_looks_of_both_ends_are_measured(measured_certain_images: Measuremen
 
 def test_rows_of_a_class_are_its_five_lowest_and_its_five_highest() -> None:
     entropy = np.arange(30.0)[::-1]
-    assert ends(entropy, np.arange(0, 30, 2)).tolist() == [28, 26, 24, 22, 20, 8, 6, 4, 2, 0]
-    assert ends(entropy, np.arange(9)).tolist() == []
+    assert select_ends(entropy, np.arange(0, 30, 2)).tolist() == [28, 26, 24, 22, 20, 8, 6, 4, 2, 0]
+    assert select_ends(entropy, np.arange(9)).tolist() == []
 
 
 def test_the_distance_is_the_mean_over_pairs() -> None:
     shown = np.zeros((3, 2, 2), np.float32)
     shown[1] += 1
-    assert apart(shown) == pytest.approx(2 / 3)
+    assert measure_distance(shown) == pytest.approx(2 / 3)
 
 
 def test_the_figure_has_every_image_and_the_line_between_the_ends(measured_certain_images: Measurements) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bnncli.evaluation.comparison import LEVEL, Estimate
-from bnncli.papers.numbers import Formula, Numbers, Rule, Unmeasured, all_of, any_of, mean, names_in, smallest
+from bnncli.papers.numbers import Formula, Numbers, Rule, Unmeasured, all_of, any_of, list_names, mean, smallest
 
 FOUND = {
     "a": (Estimate(2.0, 0.3),),
@@ -122,7 +122,7 @@ def test_formulas_are_written_as_they_were_built() -> None:
         assert formula.text == text
     assert all_of(abs(a - b) < 0.1, c > 2 * d).text == "abs(a - b) < 0.1 and c > 2 * d"
     assert any_of(a < b, c < d).text == "a < b or c < d"
-    assert names_in(all_of(mean(a, b) - a < c, c > d)) == ["c", "d", "a", "b"]
+    assert list_names(all_of(mean(a, b) - a < c, c > d)) == ["c", "d", "a", "b"]
 
 
 def test_a_comparison_has_no_truth_before_its_numbers_are_measured() -> None:

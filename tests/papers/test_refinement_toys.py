@@ -27,7 +27,7 @@ from bnncli.papers.refinement_toys import (
     exact_posterior,
     fit_laplace,
     linear_probs,
-    linearised,
+    linearise,
     log_density,
     map_examples,
     mean_probs,
@@ -35,9 +35,9 @@ from bnncli.papers.refinement_toys import (
     measure_integral_errors,
     measure_logistic_posterior,
     measure_regression_uncertainty,
+    measure_repeats,
     regression_examples,
     regression_target,
-    repeated,
     skewness,
     toy_target,
 )
@@ -52,7 +52,7 @@ def data_sets() -> Iterator[tuple[dict[str, float], dict[str, Any]]]:
 
 def test_numbers_are_of_every_data_set_and_arrays_of_the_first() -> None:
     each = data_sets()
-    found, arrays = repeated(lambda: next(each), 3, SILENT.task("x", 3))
+    found, arrays = measure_repeats(lambda: next(each), 3, SILENT.task("x", 3))
     assert found == {"a": [0.0, 1.0, 2.0], "b": [-1.0] * 3}
     assert arrays == {"x": 0}
 
@@ -130,7 +130,7 @@ def test_the_laplace_approximation_of_a_linear_network_is_its_posterior() -> Non
     precision = design.T @ design / 0.09 + 2 * torch.eye(2)
     gaussian = fit_laplace(target, generator())
     torch.testing.assert_close(gaussian.mean, torch.linalg.solve(precision, design.T @ y / 0.09))
-    mean, covariance = linearised(gaussian, target.inputs)
+    mean, covariance = linearise(gaussian, target.inputs)
     torch.testing.assert_close(mean[:, 0], design @ gaussian.mean)
     torch.testing.assert_close(covariance[:, 0, 0], (design @ precision.inverse() * design).sum(dim=1))
 

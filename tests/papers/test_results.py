@@ -16,8 +16,8 @@ from bnncli.evaluation.comparison import Estimate
 from bnncli.numerics import random as seeds
 from bnncli.papers.numbers import Numbers, Unmeasured
 from bnncli.papers.recipe import Cell, Claim, MarginalFigure, PaperRecipe, Reading, Results, Row, step
-from bnncli.papers.results import JudgedClaim, counts_said, judge_cell, judge_claim, marginals, read_rows
-from bnncli.papers.runner import Done, ExperimentRun, StudyRun, number_at
+from bnncli.papers.results import JudgedClaim, format_counts, judge_cell, judge_claim, marginals, read_rows
+from bnncli.papers.runner import ExperimentRun, FinishedLine, StudyRun, number_at
 from bnncli.session.inputs import open_posterior
 
 DOCUMENT = {
@@ -73,7 +73,7 @@ def test_scores_of_the_same_examples_have_their_correlation() -> None:
         return {"name": name, "scores": [score, {"form": "ece", "value": 0.1, "standard_error": 0.02}]}
 
     document = {"rows": [row("map.plug-in", 0.41, "g.mc"), row("g.mc", 0.40, "map.plug-in")]}
-    lines = {"compare": Done("bnncli compare", document, 1.0, (), None)}
+    lines = {"compare": FinishedLine("bnncli compare", document, 1.0, (), None)}
     run = StudyRun(SMALL, Path("small"), {"one": lines}, None)
     (lower, _), found = read_rows(pairs, [run], ExperimentRun({}, None, None))
     assert found.correlations == {("nll_map", "nll_g"): 0.99}
@@ -120,8 +120,8 @@ def test_within_a_tolerance_as_large_as_the_number_nothing_is_reproduced(publish
 
 
 def test_counts_are_in_the_plural_but_of_one() -> None:
-    assert counts_said({"holds": 3, "does not hold": 1, "open": 2}) == "3 hold, 1 does not hold, 2 open"
-    assert counts_said({"differs": 2, "reproduced": 1, "holds": 1, "does not hold": 4}) == (
+    assert format_counts({"holds": 3, "does not hold": 1, "open": 2}) == "3 hold, 1 does not hold, 2 open"
+    assert format_counts({"differs": 2, "reproduced": 1, "holds": 1, "does not hold": 4}) == (
         "2 differ, 1 reproduced, 1 holds, 4 do not hold"
     )
 

@@ -9,7 +9,7 @@ from bnncli.figures.fits import LinePanel, LinePanels, PriorPrecisionCurve, Seri
 from bnncli.figures.posteriors import DistanceMatrix, Marginal, Marginals, Weights, WeightSpread
 from bnncli.figures.predictions import ConfidenceHistograms, ReliabilityDiagrams, RiskCoverage, Roc
 from bnncli.figures.scores import Line, ScoreIntervals, ScorePanel
-from bnncli.figures.style import Shown
+from bnncli.figures.style import FigureContent
 
 _EDGES = [0.0, 0.25, 0.5, 0.75, 1.0]
 _BINS = {
@@ -26,7 +26,7 @@ def _bell(mean: float, sd: float) -> list[float]:
     return [math.exp(-0.5 * ((x - mean) / sd) ** 2) / (sd * math.sqrt(2 * math.pi)) for x in _GRID]
 
 
-def shown_figures() -> list[Shown]:
+def shown_figures() -> list[FigureContent]:
     """All kinds, two posteriors in each."""
     steps = list(range(0, 200, 5))
     means = [[math.sin(0.3 * step + chain) for step in range(40)] for chain in range(4)]

@@ -16,7 +16,7 @@ from bnncli.errors import CheckFailed, UsageError
 from bnncli.options.command import CommandLine, CommonOptions, ComputeOptions, NameOptions, RunOptions, WriteOptions
 from bnncli.posteriors.point import Point
 from bnncli.session.inputs import load_split
-from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.run import Result, Run
 
 
@@ -49,14 +49,14 @@ class Halving:
             yield
             self.happened.append("published" if request.target.exists() else "not written")
 
-        def fit() -> Fitted:
+        def fit() -> FitOutput:
             self.happened.append("fitted")
             head = split.head()
             assert head is not None
             tensors, meta = Point(head / self.divisor, split.layout).to_tensors()
             meta |= {"method": "halve", "param_layout": split.layout.to_json()}
             told = {"seconds": 1.5}
-            return Fitted(tensors, meta, {"divisor": self.divisor}, split, told=told, publishing=publishing)
+            return FitOutput(tensors, meta, {"divisor": self.divisor}, split, told=told, publishing=publishing)
 
         return produce_posterior(self.run, request, fit, self.report)
 

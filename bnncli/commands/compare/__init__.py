@@ -16,8 +16,8 @@ from bnncli.evaluation.comparison import Sample, Standing, fewest_replicates, st
 from bnncli.evaluation.detectors import prediction_detectors
 from bnncli.evaluation.scores import all_scores
 from bnncli.options.command import READ, Argument, Command, InputOptions, WriteOptions
-from bnncli.options.declaration import Checked, collected, option
-from bnncli.options.scoring import Quantity, of_compared_scores, parse_score
+from bnncli.options.declaration import CheckedOptions, declare_option_group, option
+from bnncli.options.scoring import Quantity, declare_comparison_options, parse_score
 from bnncli.options.shared import check_variant, chosen_layers_option
 from bnncli.session.posteriors import TotalCost, total_cost
 from bnncli.session.predictions import PredictionGroup, open_groups
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from bnncli.commands.compare.output import Comparison, Name
 
 
-def compared() -> tuple[str, ...]:
+def list_paired_scores() -> tuple[str, ...]:
     """Return the scores that can be paired."""
     return tuple(name for name, score in all_scores().items() if score.is_paired)
 
 
-def _default_metrics() -> list[str]:
-    return [name for name in compared() if all_scores()[name].is_shown]
+def _list_default_metrics() -> list[str]:
+    return [name for name in list_paired_scores() if all_scores()[name].is_shown]
 
 
 def _metric_help() -> str:
-    names = ", ".join(_default_metrics())
+    names = ", ".join(_list_default_metrics())
     return f"Score to compare: METRIC[:CHOICE...], such as ece:equal-mass or auroc:mnist. Default: {names}."
 
 
 @dataclass(frozen=True)
-class CompareOptions(Checked):
+class CompareOptions(CheckedOptions):
     """Options of compare. `settings` holds the options that scores declare."""
 
     metric: list[str] = option([], _metric_help, metavar="SCORE", group="What to compare")
@@ -82,7 +82,7 @@ class CompareOptions(Checked):
         group="Tests",
         is_rare=True,
     )
-    settings: dict[str, Any] = collected(of_compared_scores)
+    settings: dict[str, Any] = declare_option_group(declare_comparison_options)
     plot: str | None = option(
         None, "Draw the comparison as compare-SPLIT.png in this folder.", metavar="DIR", writes=True, group="Output"
     )
@@ -106,7 +106,9 @@ class CompareOptions(Checked):
     @property
     def scores(self) -> list[Quantity]:
         """Return the scores of --metric."""
-        return [parse_score(text, "\0metric\0", compared()) for text in self.metric or _default_metrics()]
+        return [
+            parse_score(text, "\0metric\0", list_paired_scores()) for text in self.metric or _list_default_metrics()
+        ]
 
 
 COMMAND = Command(
@@ -137,31 +139,31 @@ COMMAND = Command(
 def run(run: Run, options: CompareOptions) -> Result:
     """Measure, test and print. Only --plot writes a file."""
     from bnncli.commands.compare.output import (
-        as_csv,
-        as_json,
-        as_latex,
-        as_markdown,
-        as_table,
+        build_dry_run_result,
+        build_json,
+        build_table,
         draw_plot,
-        planned_plot,
-        planned_result,
+        format_csv,
+        format_latex,
+        format_markdown,
+        plan_plot,
     )
 
     if run.console.options.json and options.format != "text":
         raise UsageError(f"give only one of --format {options.format} and --json")
     runs = each_checkpoint(run)
-    groups = compared_groups(runs, options)
-    plot = None if options.plot is None else planned_plot(run, options.plot, options.split)
+    groups = find_common_groups(runs, options)
+    plot = None if options.plot is None else plan_plot(run, options.plot, options.split)
     if run.write.dry_run:
-        return Result("planned") if plot is None else planned_result(plot)
+        return Result("planned") if plot is None else build_dry_run_result(plot)
     comparison = compare_groups(runs, options, groups)
-    formats = {"csv": as_csv, "markdown": as_markdown, "latex": as_latex}
-    for text in power_warnings(runs[0], options, comparison, [own[0] for own in groups.values()]):
+    formats = {"csv": format_csv, "markdown": format_markdown, "latex": format_latex}
+    for text in list_power_warnings(runs[0], options, comparison, [own[0] for own in groups.values()]):
         run.console.warn(text)
     recommended = [] if comparison.recommendation is None else [f"auto: {comparison.recommendation}"]
     result = Result(
-        extra=as_json(comparison) | {"inputs": _inputs(groups)},
-        tables=[as_table(comparison), *_gains(runs, comparison)] if options.format == "text" else [],
+        extra=build_json(comparison) | {"inputs": _inputs(groups)},
+        tables=[build_table(comparison), *_describe_gains(runs, comparison)] if options.format == "text" else [],
         lines=recommended if options.format == "text" else formats[options.format](comparison),
         summary=comparison.unknown_errors(),
     )
@@ -173,7 +175,7 @@ def run(run: Run, options: CompareOptions) -> Result:
 Groups = dict[str, list[PredictionGroup]]  # by name, one for each checkpoint
 
 
-def compared_groups(runs: Sequence[Run], options: CompareOptions, *, leave_out: Collection[Path] = ()) -> Groups:
+def find_common_groups(runs: Sequence[Run], options: CompareOptions, *, leave_out: Collection[Path] = ()) -> Groups:
     """Return the predictions to compare, which every checkpoint has.
 
     Args:
@@ -186,15 +188,15 @@ def compared_groups(runs: Sequence[Run], options: CompareOptions, *, leave_out: 
     named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
     beside = [] if options.baseline is None else [options.baseline]
     found = [open_groups(one, **named, layers=options.layers, beside=beside, leave_out=leave_out) for one in runs]
-    groups = _shared(runs, found, options.split)
+    groups = _find_shared_groups(runs, found, options.split)
     if options.by == "cost":
         groups = dict(sorted(groups.items(), key=lambda entry: _cost(entry[1]).rank))
-    _ = _baseline(runs[0], options, [own[0] for own in groups.values()])
+    _ = _find_baseline(runs[0], options, [own[0] for own in groups.values()])
     _check_same_examples(runs, options, groups)
     return groups
 
 
-def _shared(
+def _find_shared_groups(
     runs: Sequence[Run], found: Sequence[Sequence[PredictionGroup]], split: str
 ) -> dict[str, list[PredictionGroup]]:
     """Return the groups with predictions of the split that every run has: name to one group per run."""
@@ -266,8 +268,8 @@ def compare_groups(runs: Sequence[Run], options: CompareOptions, groups: Groups)
     columns = measure(runs[0], options, groups)
     firsts = [own[0] for own in groups.values()]
     _check_wanted(options, columns, firsts)
-    found = _compare(options, groups, columns, _baseline(runs[0], options, firsts))
-    return replace(found, recommendation=_recommendation(runs[0])) if len(runs) == 1 else found
+    found = _compare(options, groups, columns, _find_baseline(runs[0], options, firsts))
+    return replace(found, recommendation=_read_recommendation(runs[0])) if len(runs) == 1 else found
 
 
 def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Sequence[PredictionGroup]) -> None:
@@ -275,7 +277,9 @@ def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Se
     for text, wanted in zip(options.metric, options.scores, strict=False):
         own = [column for column in columns if column.answers(wanted)]
         if not own:
-            raise UsageError(f"--metric {text}: no posterior has this score{_in_its_place(wanted, columns, groups)}")
+            raise UsageError(
+                f"--metric {text}: no posterior has this score{_list_alternatives(wanted, columns, groups)}"
+            )
         if all(entry.samples is None for column in own for entry in column.entries):
             reason = own[0].entries[0].undefined
             raise DataError(
@@ -283,7 +287,7 @@ def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Se
             )
 
 
-def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[PredictionGroup]) -> str:
+def _list_alternatives(wanted: Quantity, columns: Sequence[Column], groups: Sequence[PredictionGroup]) -> str:
     """List the alternatives in brackets: the columns of the metric, or the splits and scores of a detection."""
     from bnncli.commands.compare.measure import OF_TWO_SPLITS
 
@@ -344,7 +348,7 @@ def _cost(groups: Sequence[PredictionGroup]) -> TotalCost:
     return total_cost(header if header is not None and header.content_digest in digests else None)
 
 
-def _baseline(run: Run, options: CompareOptions, groups: list[PredictionGroup]) -> int | None:
+def _find_baseline(run: Run, options: CompareOptions, groups: list[PredictionGroup]) -> int | None:
     """Return the index of the posterior that --baseline names. Raises MissingInput or UsageError unless it names one."""
     name = options.baseline
     if name is None:
@@ -363,7 +367,7 @@ def _baseline(run: Run, options: CompareOptions, groups: list[PredictionGroup]) 
     return found[0]
 
 
-def _recommendation(run: Run) -> str | None:
+def _read_recommendation(run: Run) -> str | None:
     """Return auto's recommendation for the run; None where there is none that can be used."""
     try:
         found = recommended(run)
@@ -373,7 +377,7 @@ def _recommendation(run: Run) -> str | None:
     return None if found is None else found.sentence
 
 
-def power_warnings(
+def list_power_warnings(
     run: Run, options: CompareOptions, comparison: Comparison, groups: Sequence[PredictionGroup]
 ) -> list[str]:
     """Return warnings, one line each.
@@ -400,10 +404,10 @@ def power_warnings(
         ratios = {
             column.form: ratio
             for column, standings in zip(comparison.columns, comparison.standings, strict=True)
-            if (ratio := _ratio(place, [entry.samples for entry in column.entries], standings)) > 1
+            if (ratio := _compute_ratio(place, [entry.samples for entry in column.entries], standings)) > 1
         }
         if ratios:
-            found.append(_too_few_draws(run, group, comparison.names[place].draws, ratios))
+            found.append(_format_draws_warning(run, group, comparison.names[place].draws, ratios))
     return found
 
 
@@ -412,7 +416,7 @@ _ROUNDING = (
 )
 
 
-def _ratio(place: int, samples: Sequence[Sample | None], standings: Sequence[Standing]) -> float:
+def _compute_ratio(place: int, samples: Sequence[Sample | None], standings: Sequence[Standing]) -> float:
     """Return the squared integration error of a posterior over the sampling variance of its difference from the reference.
 
     For the reference itself, return the smallest ratio over all others; 0 where there is nothing to compare.
@@ -438,7 +442,7 @@ def _ratio(place: int, samples: Sequence[Sample | None], standings: Sequence[Sta
 _MOST_DRAWS = 10_000  # suggested: where more would be needed the posteriors hardly differ but for the draws
 
 
-def _too_few_draws(run: Run, group: PredictionGroup, draws: int | None, ratios: dict[str, float]) -> str:
+def _format_draws_warning(run: Run, group: PredictionGroup, draws: int | None, ratios: dict[str, float]) -> str:
     """Return the warning that draws limit a comparison, with the number that would halve their error relative to the examples'."""
     header = group.headers[0]
     text = (
@@ -448,7 +452,7 @@ def _too_few_draws(run: Run, group: PredictionGroup, draws: int | None, ratios: 
     if draws is None or header.meta["samples"] is None:
         return f"{text}; only more draws from the posterior itself would help"
     needed = draws * min(4 * max(ratios.values()), _MOST_DRAWS)
-    wanted = max(2 * draws, min(_MOST_DRAWS, _rounded_up(needed)))
+    wanted = max(2 * draws, min(_MOST_DRAWS, _round_up(needed)))
     command = run.suggest(
         "predict",
         posterior=group.posterior,
@@ -461,7 +465,7 @@ def _too_few_draws(run: Run, group: PredictionGroup, draws: int | None, ratios: 
     return f"{text}; for a sharper test, run: {command}"
 
 
-def _rounded_up(number: float) -> int:
+def _round_up(number: float) -> int:
     """Round up to one significant digit."""
     unit = 10 ** math.floor(math.log10(number))
     return math.ceil(number / unit) * unit
@@ -476,7 +480,7 @@ def _inputs(groups: dict[str, list[PredictionGroup]]) -> list[dict[str, str]]:
     ]
 
 
-def _gains(runs: list[Run], comparison: Comparison) -> list[Table]:
+def _describe_gains(runs: list[Run], comparison: Comparison) -> list[Table]:
     """Describe where the gains of the posteriors come from, for a single checkpoint."""
     if len(runs) > 1:
         return []

@@ -18,9 +18,9 @@ from bnncli.integrators import load_integrator
 from bnncli.numerics.random import stream_seed
 from bnncli.options.scoring import Quantity
 from bnncli.session.predictions import PredictionGroup
-from bnncli.session.recommendation import Measured, measure_detection, measure_split, needed_scores
+from bnncli.session.recommendation import ScoreMeasurement, measure_detection, measure_split, select_needed_scores
 from bnncli.session.run import Run
-from bnncli.session.score_rows import PredictedSplit, find_metric, forms
+from bnncli.session.score_rows import PredictedSplit, find_metric, spell_metrics
 
 if TYPE_CHECKING:
     from bnncli.commands.compare import CompareOptions
@@ -71,7 +71,7 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Prediction
     """Measure the requested scores of every posterior, in order. `groups` has one group per checkpoint."""
     num_checkpoints = len(next(iter(groups.values())))
     bootstrap = Bootstrap(options.bootstrap, 1 - options.alpha, options.seed) if num_checkpoints == 1 else None
-    measured: list[list[list[Measured]]] = []  # of each checkpoint, of each posterior
+    measured: list[list[list[ScoreMeasurement]]] = []  # of each checkpoint, of each posterior
     errors: list[Known] = []  # of each posterior, for one checkpoint
     for place in range(num_checkpoints):
         run.console.poll("compare")
@@ -79,13 +79,13 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Prediction
     if num_checkpoints == 1:
         for (own,), found in zip(groups.values(), measured[0], strict=True):
             run.console.poll(f"integration error of {own.name}")
-            errors.append(_integration_errors(options, own, found))
+            errors.append(_estimate_integration_errors(options, own, found))
     rows = {one.key: one.row for checkpoint in measured for own in checkpoint for one in own}
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for wanted in options.scores:
-        usual = find_metric(list(rows.values()), _resolved(wanted))
+        usual = find_metric(list(rows.values()), _resolve_default_score(wanted))
         picked = {key: row for key, row in rows.items() if any(row is one for one in usual)}
-        for key, form in zip(picked, _forms(list(picked.values()), wanted), strict=True):
+        for key, form in zip(picked, _format_columns(list(picked.values()), wanted), strict=True):
             names.setdefault(key, form)
     columns = []
     for key, form in names.items():
@@ -94,7 +94,7 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Prediction
         for label, name in enumerate(groups):
             ones = [next((one for one in checkpoint[label] if one.key == key), None) for checkpoint in measured]
             known = errors[label].get(key, "") if errors else _IN_THE_SPREAD
-            entries.append(_entry(ones, known, seed=stream_seed(options.seed, f"integration/{name}/{form}")))
+            entries.append(_combine_scores(ones, known, seed=stream_seed(options.seed, f"integration/{name}/{form}")))
         columns.append(Column(row, form, entries))
     return columns
 
@@ -104,13 +104,13 @@ OF_TWO_SPLITS = tuple(name for name, score in all_scores().items() if score.of_t
 
 def _measure_checkpoint(
     run: Run, options: CompareOptions, groups: Sequence[PredictionGroup], bootstrap: Bootstrap | None
-) -> list[list[Measured]]:
+) -> list[list[ScoreMeasurement]]:
     """Measure the requested scores of each posterior of one checkpoint."""
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
-    other_wanted = [_resolved(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
+    other_wanted = [_resolve_default_score(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     inside = [PredictedSplit(group.splits(is_ood=False)[options.split]) for group in groups]
     split = (options.split, len(inside[0].examples))
-    measured: list[list[Measured]] = [[] for _ in groups]
+    measured: list[list[ScoreMeasurement]] = [[] for _ in groups]
     if own_wanted:
         names = [wanted.metric for wanted in own_wanted]
         scores = [split_scores(prediction.scored(options.settings), names) for prediction in inside]
@@ -120,7 +120,7 @@ def _measure_checkpoint(
         run.console.poll(f"compare {ood}")
         places = [place for place, group in enumerate(groups) if ood in group.splits(is_ood=True)]
         outside = [PredictedSplit(groups[place].splits(is_ood=True)[ood]) for place in places]
-        names = needed_scores(prediction_detectors(), other_wanted, ood)
+        names = select_needed_scores(prediction_detectors(), other_wanted, ood)
         vectors = [
             (inside[place].detection_scores(names), far.detection_scores(names))
             for place, far in zip(places, outside, strict=True)
@@ -132,21 +132,26 @@ def _measure_checkpoint(
     return measured
 
 
-def _integration_errors(options: CompareOptions, group: PredictionGroup, measured: Sequence[Measured]) -> Known:
+def _estimate_integration_errors(
+    options: CompareOptions, group: PredictionGroup, measured: Sequence[ScoreMeasurement]
+) -> Known:
     """Return the integration errors of all scores of one posterior."""
     inside = PredictedSplit(group.splits(is_ood=False)[options.split])
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
-    other_wanted = [_resolved(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
+    other_wanted = [_resolve_default_score(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     own = [one for one in measured if "ood" not in one.row]
-    found = split_errors(inside, own_wanted, own, options.settings) if own else {}
+    found = estimate_split_errors(inside, own_wanted, own, options.settings) if own else {}
     for name, header in group.splits(is_ood=True).items():
         others = [one for one in measured if one.row.get("ood") == name]
-        found |= detection_errors(inside, PredictedSplit(header), other_wanted, others) if others else {}
+        found |= estimate_detection_errors(inside, PredictedSplit(header), other_wanted, others) if others else {}
     return found
 
 
-def split_errors(
-    prediction: PredictedSplit, wanted: Sequence[Quantity], measured: Sequence[Measured], settings: Mapping[str, Any]
+def estimate_split_errors(
+    prediction: PredictedSplit,
+    wanted: Sequence[Quantity],
+    measured: Sequence[ScoreMeasurement],
+    settings: Mapping[str, Any],
 ) -> Known:
     """Return the integration errors of scores of one split.
 
@@ -157,31 +162,31 @@ def split_errors(
 
     names = [one.metric for one in wanted]
 
-    def measure(examples: list[ExampleStatistics], probs: list[np.ndarray]) -> list[Measured]:
+    def measure(examples: list[ExampleStatistics], probs: list[np.ndarray]) -> list[ScoreMeasurement]:
         scores = split_scores(ScoredPredictions(probs[0], examples[0], settings=settings), names)
         return measure_split([scores], wanted, split=("", len(examples[0])))[0]
 
-    return _errors([prediction], measure, measured)
+    return _estimate_errors([prediction], measure, measured)
 
 
-def detection_errors(
-    inside: PredictedSplit, outside: PredictedSplit, wanted: Sequence[Quantity], measured: Sequence[Measured]
+def estimate_detection_errors(
+    inside: PredictedSplit, outside: PredictedSplit, wanted: Sequence[Quantity], measured: Sequence[ScoreMeasurement]
 ) -> Known:
     """Return the integration errors of detection scores that use class probabilities."""
 
-    def measure(examples: list[ExampleStatistics], probs: list[np.ndarray]) -> list[Measured]:
+    def measure(examples: list[ExampleStatistics], probs: list[np.ndarray]) -> list[ScoreMeasurement]:
         vectors = [example_scores(probability_detectors(), one, _no_array) for one in examples]
         ood = (outside.name, len(examples[1]))
         return measure_detection([(vectors[0], vectors[1])], wanted, split=("", len(examples[0])), ood=ood)[0]
 
-    return _errors([inside, outside], measure, measured)
+    return _estimate_errors([inside, outside], measure, measured)
 
 
 def _no_array(name: str) -> None:
     """Return None: groups of draws keep class probabilities only, and no other array."""
 
 
-Measure = Callable[[list[ExampleStatistics], list[np.ndarray]], list[Measured]]
+Measure = Callable[[list[ExampleStatistics], list[np.ndarray]], list[ScoreMeasurement]]
 _NO_DRAWS = IntegrationError(0.0, 1.0)
 _NO_GROUPS = (
     "the predictions store no groups of draws: they have one draw, are an ensemble's, or are from an earlier version"
@@ -190,12 +195,12 @@ _OTHER_DRAWS = "the two splits were predicted with different seeds or numbers of
 _NOT_OF_PROBABILITIES = "this score does not depend only on the class probabilities, which groups of draws store"
 
 
-def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequence[Measured]) -> Known:
+def _estimate_errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequence[ScoreMeasurement]) -> Known:
     """Return the errors of a measure, from its values on halves of the draws."""
     keys = [one.key for one in measured]
     if not load_integrator(str(splits[0].header.meta["integrator"])).is_sampling:
         return dict.fromkeys(keys, _NO_DRAWS)
-    if len({_draws_of(split.header) for split in splits}) > 1:
+    if len({_read_draws(split.header) for split in splits}) > 1:
         return dict.fromkeys(keys, _OTHER_DRAWS)
     files = [split.file for split in splits]
     groups = [
@@ -217,7 +222,7 @@ def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequen
     return {key: errors[key] if _is_told(errors.get(key)) else _NOT_OF_PROBABILITIES for key in keys}
 
 
-def _draws_of(header: Header) -> tuple[object, object]:
+def _read_draws(header: Header) -> tuple[object, object]:
     """Return the seed and the number of a prediction's draws."""
     params = header.provenance["params"]
     return params.get("seed"), params.get("samples")
@@ -227,24 +232,24 @@ def _is_told(error: IntegrationError | None) -> bool:
     return error is not None and bool(np.isfinite(error.variance))
 
 
-def _resolved(wanted: Quantity) -> Quantity:
+def _resolve_default_score(wanted: Quantity) -> Quantity:
     """Resolve detection without a named score to the largest probability. The default score is the same for all posteriors."""
     if wanted.metric not in OF_TWO_SPLITS or not {*prediction_detectors()}.isdisjoint(wanted.choices):
         return wanted
     return wanted._replace(choices=(*wanted.choices, "max_prob"))
 
 
-def _forms(rows: Sequence[dict[str, Any]], wanted: Quantity) -> list[str]:
+def _format_columns(rows: Sequence[dict[str, Any]], wanted: Quantity) -> list[str]:
     """Return how each column of one requested score is written: as requested, with what tells the columns apart."""
     names = []
-    for row, form in zip(rows, forms(rows), strict=True):
+    for row, form in zip(rows, spell_metrics(rows), strict=True):
         parts = [wanted.metric, *wanted.choices]
         telling = [*form.split(":")[1:], *([row["ood"]] if "ood" in row else [])]
         names.append(":".join([*parts, *dict.fromkeys(choice for choice in telling if choice not in parts)]))
     return names
 
 
-def _entry(found: Sequence[Measured | None], known: IntegrationError | str, *, seed: int) -> Entry:
+def _combine_scores(found: Sequence[ScoreMeasurement | None], known: IntegrationError | str, *, seed: int) -> Entry:
     """Combine a score over the checkpoints.
 
     Args:

@@ -145,7 +145,7 @@ class Comparison:
             return "; ".join([*parts, f"{MARKED} significantly different (Holm, family-wise {level} per column)"])
         about = "about " * (self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES)
         parts.append(f"{MARKED} best, or not significantly worse (family-wise {about}{level} per column)")
-        untold = [title for place, title in enumerate(score_titles(self)) if not self.tells_apart(place)]
+        untold = [title for place, title in enumerate(format_score_titles(self)) if not self.tells_apart(place)]
         return "; ".join([*parts, *([f"no significant difference in {', '.join(untold)}"] if untold else [])])
 
     def unknown_errors(self) -> list[str]:
@@ -162,10 +162,10 @@ class Comparison:
         ]
 
 
-def as_table(comparison: Comparison) -> Table:
+def build_table(comparison: Comparison) -> Table:
     """Return the table for people. Marks are leading stars, so that numbers stay aligned."""
-    titles = score_titles(comparison)
-    cells = _cells(comparison, lambda text, is_marked: f"{'*' if is_marked else ' '} {text}", sign="+-")
+    titles = format_score_titles(comparison)
+    cells = _format_cells(comparison, lambda text, is_marked: f"{'*' if is_marked else ' '} {text}", sign="+-")
     names, heads = [comparison.cells_of(name) for name in comparison.names], comparison.heads
     narrow = [
         Table([*heads, title], [[*name, row[place]] for name, row in zip(names, cells, strict=True)])
@@ -175,10 +175,10 @@ def as_table(comparison: Comparison) -> Table:
     return Table([*heads, *titles], rows, notes=[comparison.note().replace(MARKED, "*")], narrow=narrow)
 
 
-def as_markdown(comparison: Comparison) -> list[str]:
+def format_markdown(comparison: Comparison) -> list[str]:
     """Return a Markdown table with marked numbers in bold, and the notes below."""
-    cells = _cells(comparison, lambda text, is_marked: f"**{text}**" if is_marked else text, sign="±")
-    head = [*comparison.heads, *score_titles(comparison)]
+    cells = _format_cells(comparison, lambda text, is_marked: f"**{text}**" if is_marked else text, sign="±")
+    head = [*comparison.heads, *format_score_titles(comparison)]
     lines = [head, ["---", "---", *("---:" for _ in head[2:])]]
     lines += [[*comparison.cells_of(name), *row] for name, row in zip(comparison.names, cells, strict=True)]
     table = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
@@ -186,7 +186,7 @@ def as_markdown(comparison: Comparison) -> list[str]:
     return [*table, "", f"{note[0].upper()}{note[1:]}."]
 
 
-def as_latex(comparison: Comparison) -> list[str]:
+def format_latex(comparison: Comparison) -> list[str]:
     """Return a LaTeX tabular for booktabs with marked numbers in bold. The notes are comments."""
 
     def mark(text: str, is_marked: bool) -> str:
@@ -194,56 +194,60 @@ def as_latex(comparison: Comparison) -> list[str]:
         whole = rf"\mathbf{{{value}}}{sign}{rest}" if is_marked else text
         return f"${whole}$" if text != "-" else "--"
 
-    cells = _cells(comparison, mark, sign=r"\pm")
+    cells = _format_cells(comparison, mark, sign=r"\pm")
     arrows = [r"$\uparrow$" if column.row["higher_is_better"] else r"$\downarrow$" for column in comparison.columns]
     arrows = [
         "" if column.row["higher_is_better"] is None else arrow
         for column, arrow in zip(comparison.columns, arrows, strict=True)
     ]
-    titles = [f"{_escaped(t)} {arrow}".strip() for t, arrow in zip(score_titles(comparison), arrows, strict=True)]
+    titles = [
+        f"{_escape_latex(t)} {arrow}".strip() for t, arrow in zip(format_score_titles(comparison), arrows, strict=True)
+    ]
     lines = [r"% needs \usepackage{booktabs}", f"% {comparison.note().replace(MARKED, 'bold:')}"]
     heads = comparison.heads
     lines += [rf"\begin{{tabular}}{{ll{'r' * (len(heads) - 2 + len(titles))}}}", r"\toprule"]
     lines += [" & ".join([*heads, *titles]) + r" \\", r"\midrule"]
     for name, row in zip(comparison.names, cells, strict=True):
-        lines.append(" & ".join([*map(_escaped, comparison.cells_of(name)), *row]) + r" \\")
+        lines.append(" & ".join([*map(_escape_latex, comparison.cells_of(name)), *row]) + r" \\")
     return [*lines, r"\bottomrule", r"\end{tabular}"]
 
 
-def _cells(comparison: Comparison, mark: Callable[[str, bool], str], *, sign: str) -> list[list[str]]:
+def _format_cells(comparison: Comparison, mark: Callable[[str, bool], str], *, sign: str) -> list[list[str]]:
     """Return the numbers of each row, with marks."""
     rows = []
     for place in range(len(comparison.names)):
         row = []
         for number, column in enumerate(comparison.columns):
-            text = _text(column.entries[place].samples, comparison.standings[number][place], comparison.baseline, sign)
+            text = _format_score(
+                column.entries[place].samples, comparison.standings[number][place], comparison.baseline, sign
+            )
             row.append(mark(text, comparison.is_marked(number, place) and comparison.tells_apart(number)))
         rows.append(row)
     return rows
 
 
-def _text(sample: Sample | None, standing: Standing, baseline: int | None, sign: str) -> str:
+def _format_score(sample: Sample | None, standing: Standing, baseline: int | None, sign: str) -> str:
     if sample is None:
         return "-"
     if baseline is None or standing.against is None:
-        return _number(sample.mean) + _error(sample.standard_error, sign)
+        return _format_number(sample.mean) + _format_error(sample.standard_error, sign)
     against = standing.against
-    text = _number(against.value, is_signed=True)
+    text = _format_number(against.value, is_signed=True)
     if against.low is None or against.high is None or against.p_value is None:
         return text
-    ends = f"[{_number(against.low, is_signed=True)}, {_number(against.high, is_signed=True)}]"
+    ends = f"[{_format_number(against.low, is_signed=True)}, {_format_number(against.high, is_signed=True)}]"
     return f"{text} {ends} p={against.p_value:.2g}" if sign != r"\pm" else rf"{text}\;{ends}"
 
 
 _DIGITS = 4
 
 
-def _number(value: float, *, is_signed: bool = False) -> str:
+def _format_number(value: float, *, is_signed: bool = False) -> str:
     rounded = round(value, _DIGITS) + 0.0  # + 0.0: no minus before a zero
     return f"{rounded:+.{_DIGITS}f}" if is_signed else f"{rounded:.{_DIGITS}f}"
 
 
-def _error(value: float | None, sign: str) -> str:
+def _format_error(value: float | None, sign: str) -> str:
     return "" if value is None else f" {sign} {value:.{_DIGITS}f}"
 
 
@@ -252,7 +256,7 @@ _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasci
 }
 
 
-def _escaped(text: str) -> str:
+def _escape_latex(text: str) -> str:
     """Escape text for LaTeX."""
     return "".join(_LATEX.get(char, char) for char in text)
 
@@ -262,7 +266,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def as_csv(comparison: Comparison) -> list[str]:
+def format_csv(comparison: Comparison) -> list[str]:
     """Return one line per posterior and score, with all digits; empty where undefined."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -275,7 +279,7 @@ def as_csv(comparison: Comparison) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def build_json(comparison: Comparison) -> dict[str, Any]:
     """Return the keys of the JSON document."""
     rows = [
         {
@@ -340,7 +344,7 @@ def _correlations(comparison: Comparison, column: Column, known: Sample) -> dict
     return {name: one for name, one in found.items() if one is not None} or None
 
 
-def planned_plot(run: Run, folder: str, split: str) -> Path:
+def plan_plot(run: Run, folder: str, split: str) -> Path:
     """Return the file of --plot, after checking that it may be written.
 
     Raises:
@@ -354,7 +358,7 @@ def planned_plot(run: Run, folder: str, split: str) -> Path:
 _SIZE = 1 << 17  # of a figure, about
 
 
-def planned_result(path: Path) -> Result:
+def build_dry_run_result(path: Path) -> Result:
     """Return the result of --dry-run for the figure."""
     output = {**_output(path), "planned": "compute", "estimated_bytes": _SIZE}
     return Result("planned", [output], lines=[f"draw: {path}"])
@@ -393,7 +397,13 @@ def _draw(comparison: Comparison) -> Figure:
         f"marks by paired tests at level {comparison.alpha:g}, jointly over each panel; each interval holds on its own"
     )
     return figure.draw_comparison(
-        score_panels(comparison), labels(comparison), title=title, marked=marked, plain=plain, tests=tests, zero=zero
+        score_panels(comparison),
+        format_labels(comparison),
+        title=title,
+        marked=marked,
+        plain=plain,
+        tests=tests,
+        zero=zero,
     )
 
 
@@ -408,7 +418,7 @@ def score_panels(comparison: Comparison) -> list[ScorePanel]:
             title + _BETTER[column.row["higher_is_better"]],
             [_line(comparison, column, place, row) for row in range(len(comparison.names))],
         )
-        for place, (title, column) in enumerate(zip(score_titles(comparison), comparison.columns, strict=True))
+        for place, (title, column) in enumerate(zip(format_score_titles(comparison), comparison.columns, strict=True))
     ]
 
 
@@ -426,7 +436,7 @@ def _line(comparison: Comparison, column: Column, place: int, row: int) -> Line:
     points = tuple(values.tolist()) if len(values) > 1 else ()
     if base is None:
         return Line(
-            points, sample.mean, _possible(sample.interval(1 - comparison.alpha), sample.mean, column), is_marked
+            points, sample.mean, _clip_interval(sample.interval(1 - comparison.alpha), sample.mean, column), is_marked
         )
     against = standing.against
     if against is None or against.low is None or against.high is None:
@@ -434,7 +444,7 @@ def _line(comparison: Comparison, column: Column, place: int, row: int) -> Line:
     return Line(points, against.value, (against.low, against.high), is_marked)
 
 
-def _possible(interval: tuple[float, float] | None, value: float, column: Column) -> tuple[float, float] | None:
+def _clip_interval(interval: tuple[float, float] | None, value: float, column: Column) -> tuple[float, float] | None:
     """Clip an interval to the score's range. Student intervals over two checkpoints reach far beyond it."""
     score = all_scores().get(str(column.row["name"]))
     if interval is None or score is None:
@@ -443,12 +453,12 @@ def _possible(interval: tuple[float, float] | None, value: float, column: Column
     return max(interval[0], min(low, value)), min(interval[1], max(high, value))
 
 
-def score_titles(comparison: Comparison) -> list[str]:
+def format_score_titles(comparison: Comparison) -> list[str]:
     """Return the title of each column: its score and the choices that tell it from others."""
     return [" ".join([score_title(column.row), *column.form.split(":")[1:]]) for column in comparison.columns]
 
 
-def labels(comparison: Comparison) -> list[str]:
+def format_labels(comparison: Comparison) -> list[str]:
     """Return the labels of posteriors, with the integrator where one has several."""
     times = Counter(name.cells[0] for name in comparison.names)
     return [

@@ -51,19 +51,19 @@ from bnncli.integrators import load_integrator
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
 from bnncli.options.command import READ, Command, ComputeOptions, InputOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.options.shared import INHERIT, LayersOptions, chosen_layers_option, trust_code_option
 from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.parameters.prior import Prior
-from bnncli.session.inputs import Split, load_split, posterior_source, recorded_prior
-from bnncli.session.out_of_fold import fit_on
+from bnncli.session.inputs import Split, load_split, posterior_source, read_recorded_prior
+from bnncli.session.out_of_fold import read_fitted_splits
 from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes
-from bnncli.session.predictions import find_named, over_layers
+from bnncli.session.predictions import find_named, select_by_layers
 from bnncli.session.predictor import TrainData, sampling_integrator
-from bnncli.session.produce import expected
-from bnncli.session.recommendation import Recommended, recommended
+from bnncli.session.produce import format_expected_memory
+from bnncli.session.recommendation import RecommendedPredictor, recommended
 from bnncli.session.run import Result, Run, source_json
-from bnncli.session.states import after_predictions
+from bnncli.session.states import suggest_next_command
 from bnncli.session.val_report import gain_table, network_on_val
 from bnncli.system.memory import require
 from bnncli.targets.network import pairs_at_once
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DiagnoseOptions(Checked):
+class DiagnoseOptions(CheckedOptions):
     """Options of diagnose."""
 
     posterior: list[str] = option(
@@ -129,7 +129,7 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
             *(gain.sentence for gain in found.gains),
             *([] if found.verdict.run in found.verdict.sentence else [f"next: {found.verdict.run}"]),
         ],
-        failure=None if found.verdict.is_good or not options.strict else _failure(found.verdict),
+        failure=None if found.verdict.is_good or not options.strict else _build_failure(found.verdict),
     )
 
 
@@ -150,7 +150,7 @@ class Judgement:
     diagnoses: list[Diagnosis]
     pairs: list[dict[str, Any]]
     verdict: Verdict
-    recommended: Recommended | None
+    recommended: RecommendedPredictor | None
     gains: list[LayerGain]
     sources: list[Source]
     headers: dict[str, Header]
@@ -182,7 +182,7 @@ class SeenSplits:
         Raises:
             Untrusted, MissingInput, DataError: its network or its inputs cannot be opened.
         """
-        layers, wanted = header.meta.get("layers"), fit_on(header)
+        layers, wanted = header.meta.get("layers"), read_fitted_splits(header)
         if (layers, wanted) not in self._known:
             network = None if layers is None else self._data.reader.network_of(str(layers))
             val = None if self.val is None else self._data.seen_by(header, self.val)
@@ -209,27 +209,29 @@ def judge(run: Run, options: DiagnoseOptions, *, leave_out: Collection[Path] = (
     from bnncli.commands.diagnose.diagnosis import diagnose  # the work: slow to import
 
     planned = require_room(run, options, [header for _, header, _ in found.values()], seen)
-    run.console.debug(f"computing on {run.device}{expected(planned)}")
+    run.console.debug(f"computing on {run.device}{format_expected_memory(planned)}")
     diagnoses = []
     for name, (path, header, _) in found.items():
         run.console.poll(f"diagnose {name}")
         diagnoses.append(diagnose(run, options, path, name=name, **seen.by(header)))
-    pairs = _pairs(run, diagnoses)
+    pairs = _measure_pairs(run, diagnoses)
     headers = {name: header for name, (_, header, _) in found.items()}
     points = {} if val is None or val.content.labels is None else network_on_val(run, val)[0]
     plain = min(points, key=lambda key: points[key].nll, default="")
     baseline = points.get(plain)
-    diagnoses = _with_comparisons(diagnoses, pairs, headers, baseline)
-    found_before = None if run.folder.recommended in leave_out else _recommended(run)
+    diagnoses = _add_comparisons(diagnoses, pairs, headers, baseline)
+    found_before = None if run.folder.recommended in leave_out else _read_recommendation(run)
     chosen = found_before or _recommend(run, diagnoses, headers, baseline, plain)
     prediction = (
         "no labelled val split, so it is unknown which posterior predicts best" if chosen is None else chosen.sentence
     )
-    verdict = give_verdict([one.judged for one in diagnoses], commands(run, options, diagnoses, headers), prediction)
+    verdict = give_verdict(
+        [one.judged for one in diagnoses], build_commands(run, options, diagnoses, headers), prediction
+    )
     if verdict.is_good and chosen is not None:
-        verdict = replace(verdict, run=_to_predict(run, chosen, headers))
+        verdict = replace(verdict, run=_build_predict_command(run, chosen, headers))
     sources = [part.source for part in (train, val) if part is not None] + [source for _, _, source in found.values()]
-    return Judgement(diagnoses, pairs, verdict, chosen, gains_of_layers(diagnoses), sources, headers, val)
+    return Judgement(diagnoses, pairs, verdict, chosen, compare_layers(diagnoses), sources, headers, val)
 
 
 def _open(
@@ -254,7 +256,7 @@ def _open(
             path=run.folder.root / "posteriors",
         )
     found = {}
-    for path in over_layers(
+    for path in select_by_layers(
         run, options.layers, paths, are_named=bool(options.posterior), trust_code=options.trust_code
     ):
         is_own = path.resolve().parent == (run.folder.root / "posteriors").resolve()
@@ -312,9 +314,9 @@ def require_room(run: Run, options: DiagnoseOptions, headers: Sequence[Header], 
         known = seen.by(header)
         memory = PosteriorMemory.of(header, known["train"].layout)
         libraries = _LIBRARIES if _has_weights(memory, header) else libraries
-        peak = max(peak, kept + _work(run, options, header, memory, known))
-        sizes.append((_num_kept(memory), memory.layout.num_params))
-        kept += 4 * _num_kept(memory) * memory.layout.num_params
+        peak = max(peak, kept + _estimate_memory(run, options, header, memory, known))
+        sizes.append((_count_kept_draws(memory), memory.layout.num_params))
+        kept += 4 * _count_kept_draws(memory) * memory.layout.num_params
     if not sizes:
         return None
     comparing = max(comparison_bytes(count, num_params) for count, num_params in sizes) if len(sizes) > 1 else 0
@@ -324,12 +326,14 @@ def require_room(run: Run, options: DiagnoseOptions, headers: Sequence[Header], 
     return needed
 
 
-def _work(run: Run, options: DiagnoseOptions, header: Header, memory: PosteriorMemory, known: dict[str, Any]) -> int:
+def _estimate_memory(
+    run: Run, options: DiagnoseOptions, header: Header, memory: PosteriorMemory, known: dict[str, Any]
+) -> int:
     """Return the bytes of memory to judge one posterior."""
     from bnncli.commands.diagnose.diagnosis import VAL_DRAWS
 
     device, val = run.device, known["val"]
-    work = [memory.sampling_bytes(_num_kept(memory))]
+    work = [memory.sampling_bytes(_count_kept_draws(memory))]
     if _has_weights(memory, header):
         judging = weighted_draw_bytes(memory.layout.num_params, num_draws=options.draws or MOST_DRAWS)
         work.append(judging + memory.pass_bytes(device, pairs_at_once(memory.layout, device)))
@@ -349,19 +353,19 @@ def _has_weights(memory: PosteriorMemory, header: Header) -> bool:
     return memory.kind in DENSITIES and "num_varying" not in header.meta
 
 
-def _num_kept(memory: PosteriorMemory) -> int:
+def _count_kept_draws(memory: PosteriorMemory) -> int:
     """Return the number of draws to compare."""
     count = num_draws_to_compare(memory.layout.num_params)
     return min(count, memory.num_stored or count)
 
 
-def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
+def _measure_pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
     """Return MMD^2, its standard error and p-value for all pairs of posteriors over the same parameters, with one bandwidth."""
     groups = {
         layers: [one for one in diagnoses if one.judged.layers == layers]
         for layers in {d.judged.layers: None for d in diagnoses}
     }
-    bandwidths = {layers: _bandwidth(run, group) for layers, group in groups.items() if len(group) > 1}
+    bandwidths = {layers: _choose_bandwidth(run, group) for layers, group in groups.items() if len(group) > 1}
     both = [
         pair
         for group in groups.values()
@@ -394,13 +398,13 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
         elif chosen is None:
             pair["reason"] = "no posterior has draws to set a bandwidth with"
         else:
-            pair |= _distance(run, one, other, chosen)
+            pair |= _measure_distance(run, one, other, chosen)
         pairs.append(pair)
         task.advance()
     return pairs
 
 
-def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None:
+def _choose_bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None:
     """Return the posterior whose draws set the kernel's bandwidth, preferably chains, and the bandwidth."""
     distributions = [
         one for one in diagnoses if one.judged.type not in POINTS and bool(torch.isfinite(one.draws.draws).all())
@@ -413,7 +417,7 @@ def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None
     return None
 
 
-def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, float]) -> dict[str, Any]:
+def _measure_distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, float]) -> dict[str, Any]:
     """Return MMD^2 of two posteriors with its p-value, and the choices that define both."""
     name, bandwidth = chosen
     x, y = (side.draws.to(run.device) for side in (one, other))
@@ -434,7 +438,7 @@ def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, flo
     return found if compared.untested is None else found | {"reason": compared.untested}
 
 
-def _with_comparisons(
+def _add_comparisons(
     diagnoses: list[Diagnosis],
     pairs: list[dict[str, Any]],
     headers: dict[str, Header],
@@ -445,7 +449,7 @@ def _with_comparisons(
     lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
     # Few or stuck draws cannot show a difference: that they show none says nothing.
     chains = [one.judged.name for one in diagnoses if one.judged.type == "samples" and not reasons_against(one.judged)]
-    tuned = {_aim(header) for header in headers.values() if header.meta.get("criterion") == "val"}
+    tuned = {_read_aim(header) for header in headers.values() if header.meta.get("criterion") == "val"}
     compared = []
     for one in diagnoses:
         is_tuned = one.judged.aim in tuned
@@ -475,9 +479,9 @@ def _with_comparisons(
     return compared
 
 
-def _aim(header: Header) -> tuple[str | None, Prior | None, str]:
+def _read_aim(header: Header) -> tuple[str | None, Prior | None, str]:
     """Return what a posterior was fitted to, as in Judged.aim."""
-    return header.meta.get("layers"), recorded_prior(header), fit_on(header)
+    return header.meta.get("layers"), read_recorded_prior(header), read_fitted_splits(header)
 
 
 def _was_tuned_on_val(header: Header) -> bool:
@@ -486,7 +490,7 @@ def _was_tuned_on_val(header: Header) -> bool:
     return header.meta.get("method") == "temperature" or searched is not None
 
 
-def _recommended(run: Run) -> Recommended | None:
+def _read_recommendation(run: Run) -> RecommendedPredictor | None:
     """Return auto's recommendation; None where there is none that can be used."""
     try:
         return recommended(run)
@@ -500,7 +504,7 @@ _SIMPLEST_FIRST = (*POINTS, "stack", "gaussian", "flow", LINEAR_DRAWS, "samples"
 
 def _recommend(
     run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: ScoredPredictive | None, key: str
-) -> Recommended | None:
+) -> RecommendedPredictor | None:
     """Recommend one of the judged posteriors by auto's rule; None without scores on val."""
 
     def simplicity(one: Diagnosis) -> tuple[bool, int]:
@@ -520,11 +524,13 @@ def _recommend(
     found = recommend(candidates, baseline, words=words)
     text = recommendation_sentence(found, baseline, plain, words)
     if found.chosen is not None:
-        return Recommended(found.chosen.posterior, found.chosen.integrator, text, by="diagnose")
-    return Recommended(plain, "plug-in", text, by="diagnose")
+        return RecommendedPredictor(found.chosen.posterior, found.chosen.integrator, text, by="diagnose")
+    return RecommendedPredictor(plain, "plug-in", text, by="diagnose")
 
 
-def commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
+def build_commands(
+    run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]
+) -> Commands:
     """Return the commands that a verdict may suggest."""
 
     def sample(judged: PosteriorFacts) -> str:
@@ -535,7 +541,7 @@ def commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], hea
 
     def predict(name: str) -> str:
         is_of_layers = headers[name].meta.get("layers") is not None
-        following = after_predictions(run, f"{name}.mc")
+        following = suggest_next_command(run, f"{name}.mc")
         return following or run.suggest("predict", posterior=name, integrator="mc", trust_code=is_of_layers)
 
     return Commands(
@@ -553,7 +559,7 @@ def _layers_sampling_command(
     bases = [one for one in same_target if one.type != "samples" and one.num_varying is None]
     base = min(bases, key=_distance_of_base).name if bases else None
     fixing = next((one for one in same_target if one.num_varying is not None), None)  # no base for hmc
-    drawn, given_of = _exact_draws(same_target), _prior_of_draws(same_target)
+    drawn, given_of = _find_exact_draws(same_target), _prior_of_draws(same_target)
     usual = f"hmc{LayersOptions(layers).layers_suffix}"
     given: dict[str, Any] = {"layers": layers, "base": base, "trust_code": True}
     if base is None and fixing is not None and fixing.target is not None:
@@ -563,7 +569,7 @@ def _layers_sampling_command(
     if drawn is None:
         is_there = run.folder.posterior(usual, suffix=".nc").is_file()
         return run.suggest("hmc", **given, name=f"hmc-{base or same_target[0].name}" if is_there else None)
-    return run.suggest("hmc", **given, **_longer(drawn.name, headers[drawn.name], usual=usual))
+    return run.suggest("hmc", **given, **_double_draws(drawn.name, headers[drawn.name], usual=usual))
 
 
 def _distance_of_base(base: PosteriorFacts) -> tuple[bool, float]:
@@ -577,26 +583,26 @@ def _sampling_command(
     """Return the command that draws from a target, longer than the judged draws, or that judges existing draws."""
     bases = [judged.name for judged in same_target if judged.type != "samples"]
     given: dict[str, Any] = {"base": bases[0]} if bases and "laplace" not in bases else {}
-    drawn = _exact_draws(same_target)
+    drawn = _find_exact_draws(same_target)
     if not bases:  # no option of hmc says two precisions: they are those of the draws
         given = _prior_of_draws(same_target) or {"base": same_target[0].name}
     given.setdefault("prior_precision", INHERIT)
     if drawn is not None:
-        longer = _longer(drawn.name, headers[drawn.name])
+        longer = _double_draws(drawn.name, headers[drawn.name])
         if given.get("base") == drawn.name:  # no artifact is made from itself
             longer = {**longer, "name": f"{drawn.name}-longer", "force": False}
         return run.suggest("hmc", **given, **longer)
     path = run.folder.posterior("hmc", suffix=".nc")
     if not path.is_file():
         return run.suggest("hmc", **given)
-    if recorded_prior(read_header(path)) != same_target[0].target:
+    if read_recorded_prior(read_header(path)) != same_target[0].target:
         return run.suggest("hmc", **given, name=f"hmc-{(bases or [same_target[0].name])[0]}")
     if options.posterior:  # there, and not among those named
         return run.suggest("diagnose", posterior=[*options.posterior, "hmc"])
     return run.suggest("hmc", **given, force=True)  # there, and skipped as stale
 
 
-def _exact_draws(same_target: list[PosteriorFacts]) -> PosteriorFacts | None:
+def _find_exact_draws(same_target: list[PosteriorFacts]) -> PosteriorFacts | None:
     """Return draws of an exact sampler. Draws by stochastic gradients stay biased, so hmc is suggested beside them."""
     return next((judged for judged in same_target if judged.type == "samples" and judged.is_exact), None)
 
@@ -609,7 +615,7 @@ def _prior_of_draws(same_target: list[PosteriorFacts]) -> dict[str, Any]:
     return {"prior_precision": drawn.target.weight_precision}
 
 
-def _longer(name: str, header: Header, *, usual: str = "hmc") -> dict[str, Any]:
+def _double_draws(name: str, header: Header, *, usual: str = "hmc") -> dict[str, Any]:
     """Return hmc's options for twice as many draws, in place of these, or beside them where several runs were merged."""
     params = header.provenance.get("params", {})
     if header.meta.get("method") == "merge":
@@ -618,9 +624,9 @@ def _longer(name: str, header: Header, *, usual: str = "hmc") -> dict[str, Any]:
     return {**twice, "name": None if name == usual else name, "force": True}
 
 
-def _to_predict(run: Run, chosen: Recommended, headers: dict[str, Header]) -> str:
+def _build_predict_command(run: Run, chosen: RecommendedPredictor, headers: dict[str, Header]) -> str:
     """Return the command that predicts with the recommendation, that fits its temperature first, or the next step if predictions exist."""
-    following = after_predictions(run, f"{chosen.posterior}.{chosen.integrator}")
+    following = suggest_next_command(run, f"{chosen.posterior}.{chosen.integrator}")
     if following is not None:
         return following
     if chosen.by == "auto":
@@ -632,7 +638,7 @@ def _to_predict(run: Run, chosen: Recommended, headers: dict[str, Header]) -> st
     return run.suggest("predict", posterior=chosen.posterior, integrator=chosen.integrator, trust_code=is_of_layers)
 
 
-def gains_of_layers(diagnoses: list[Diagnosis]) -> list[LayerGain]:
+def compare_layers(diagnoses: list[Diagnosis]) -> list[LayerGain]:
     """Compare each posterior over other layers with the last layer's by the same method, else with the first that is not a point.
 
     The choice does not depend on how well it predicts.
@@ -664,7 +670,7 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _failure(verdict: Verdict) -> CheckFailed:
+def _build_failure(verdict: Verdict) -> CheckFailed:
     return CheckFailed(
         "--strict: none of the judged posteriors matches its target closely", hint=verdict.run, code="no_good_posterior"
     )

@@ -23,8 +23,8 @@ from bnncli.integrators import load_integrator
 from bnncli.parameters.module import ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors import LATENT_BINARY
-from bnncli.session.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
-from bnncli.session.out_of_fold import OutOfFold, fit_on
+from bnncli.session.inputs import Split, open_posterior, open_samples, read_recorded_prior, require_draws
+from bnncli.session.out_of_fold import OutOfFold, read_fitted_splits
 from bnncli.session.predictor import TrainData, sampling_integrator
 from bnncli.session.run import Run, Table
 from bnncli.targets.target import CurvedTarget
@@ -97,25 +97,25 @@ def diagnose(
         )
     entry = _empty_entry(posterior.type, header)
     if content is not None:
-        entry |= _chains(run, posterior.draws, content)
+        entry |= _diagnose_chains(run, posterior.draws, content)
     elif "num_varying" in header.meta:
         reason = f"all but {header.meta['num_varying']:,} parameters are fixed, so it has no density over all of them"
-        entry |= dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), undefined(reason))
+        entry |= dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), make_undefined(reason))
     elif posterior.type in DENSITIES:
-        entry |= _importance(run, options, name, posterior, header, train)
-    scored = _scored(run, name, posterior, header, val, data)
-    entry["val_nll"] = _mean(None if scored is None else scored.losses)
-    draws = _draws(run, name, posterior, {**entry, **_independent(header)})
+        entry |= _measure_importance(run, options, name, posterior, header, train)
+    scored = _score_val(run, name, posterior, header, val, data)
+    entry["val_nll"] = _average_losses(None if scored is None else scored.losses)
+    draws = _draws(run, name, posterior, {**entry, **_read_effective_size(header)})
     known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
-    known["fit_on"] = fit_on(header)
+    known["fit_on"] = read_fitted_splits(header)
     known["is_exact"] = header.meta.get("metrics", {}).get("is_exact", True)
     left = header.meta.get("metrics", {}).get("shortfall") or {}
     known["shortfall"] = left["value"] if left.get("is_large") else None
-    judged = replace(_judged(name, entry, recorded_prior(header)), **known)
+    judged = replace(_collect_facts(name, entry, read_recorded_prior(header)), **known)
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = reasons_against(judged)
         entry["is_good"] = not entry["doubts"]
-    by = None if val is None or scored is None else _predictive(posterior, header, val)
+    by = None if val is None or scored is None else _choose_integrator(posterior, header, val)
     return Diagnosis(judged, entry, draws, scored, by)
 
 
@@ -123,7 +123,7 @@ def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
     """Return an entry with every key, undefined for the reason that holds for the posterior's type."""
     no_density = "draws have no density" if kind in ("samples", LINEAR_DRAWS) else f"a {kind} has no density"
     no_chains = f"a {kind} posterior has no chains"
-    prior = recorded_prior(header)
+    prior = read_recorded_prior(header)
     entry: dict[str, Any] = {
         "type": kind,
         "method": header.meta.get("method"),
@@ -135,13 +135,13 @@ def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
         "draws": None,
     }
     for key in ("elbo", "log_weight_sd", "pareto_k", "log_evidence"):
-        entry[key] = undefined(no_density)
+        entry[key] = make_undefined(no_density)
     for key in ("r_hat", "ess_bulk", "ess_tail", "bfmi", "divergences", "lowest_chain_acceptance"):
-        entry[key] = undefined(no_chains)
+        entry[key] = make_undefined(no_chains)
     return entry
 
 
-def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
+def _diagnose_chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     """Return convergence as hmc recorded it, or computed, with energies, divergences and acceptance."""
     assert content.header is not None
     metrics = content.header.meta.get("metrics", {})
@@ -152,10 +152,10 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
     found: dict[str, Any] = {key: _value(value, worst.undefined) for key, value in values.items()}
     stats = content.stats
-    not_told = undefined("the sampler does not record it")
+    not_told = make_undefined("the sampler does not record it")
     energy, diverging, acceptance = (stats.get(name) for name in ("energy", "diverging", "acceptance_rate"))
     if energy is None or energy.shape[1] < 2:
-        found["bfmi"] = not_told if energy is None else undefined("needs at least two draws per chain")
+        found["bfmi"] = not_told if energy is None else make_undefined("needs at least two draws per chain")
     else:
         found["bfmi"] = {"value": lowest_bfmi(energy)}
     found["divergences"] = not_told if diverging is None else {"value": int(diverging.astype(bool).sum())}
@@ -165,20 +165,20 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     return {"draws": draws.shape[0] * draws.shape[1], **found}
 
 
-def _importance(
+def _measure_importance(
     run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: CurvedTarget
 ) -> dict[str, Any]:
     """Return ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
-    prior = recorded_prior(header)
+    prior = read_recorded_prior(header)
     if prior is None:
-        no_target = undefined("its artifact has no prior precision, so it has no target")
+        no_target = make_undefined("its artifact has no prior precision, so it has no target")
         return dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), no_target)
     found = diagnose_importance(
         train.with_prior(prior),
         posterior.to(run.device),
         generator=run.stream(f"diagnose/elbo/{name}"),
         num_draws=options.draws,
-        **_first_draws(header, train.num_examples, posterior.layout.widest),
+        **_choose_draws(header, train.num_examples, posterior.layout.widest),
         progress=run.console,
     )
     reason, no_evidence = found.undefined, found.evidence_undefined
@@ -196,7 +196,7 @@ def _importance(
     }
 
 
-def _first_draws(header: Header, num_examples: int, widest: int) -> dict[str, int]:
+def _choose_draws(header: Header, num_examples: int, widest: int) -> dict[str, int]:
     """Return the first number of draws and the largest, where --draws is not given."""
     if header.meta.get("layers") is None:
         return {"first_draws": FIRST_DRAWS, "enough_draws": FIRST_DRAWS}
@@ -206,10 +206,10 @@ def _first_draws(header: Header, num_examples: int, widest: int) -> dict[str, in
 
 def _value(value: float | None, reason: str | None, **others: float | None) -> dict[str, Any]:
     """Return a value with its details, or null with the reason."""
-    return undefined(reason or "undefined") if value is None else {"value": value, **others}
+    return make_undefined(reason or "undefined") if value is None else {"value": value, **others}
 
 
-def _scored(
+def _score_val(
     run: Run, key: str, posterior: Any, header: Header, val: Split | None, data: TrainData
 ) -> ScoredPredictive | None:
     """Score on val, with 200 draws, or all draws of samples, or plug-in for a point.
@@ -219,7 +219,7 @@ def _scored(
     """
     if val is None or val.content.labels is None:
         return None
-    name, size = _predictive(posterior, header, val)
+    name, size = _choose_integrator(posterior, header, val)
     judged = data.judged_on(header, posterior.to(run.device), val)
     if judged is None:
         return None
@@ -241,15 +241,15 @@ def _scored(
     return score_predictive(key, probs, val.content.labels)
 
 
-def _mean(losses: NDArray[np.float64] | None) -> dict[str, Any]:
+def _average_losses(losses: NDArray[np.float64] | None) -> dict[str, Any]:
     """Return the mean of losses (N,) and its standard error."""
     if losses is None:
-        return undefined("no labelled val split")
+        return make_undefined("no labelled val split")
     error = float(losses.std(ddof=1) / len(losses) ** 0.5) if len(losses) > 1 else None
     return {"value": float(losses.mean()), "standard_error": error}
 
 
-def undefined(reason: str) -> dict[str, Any]:
+def make_undefined(reason: str) -> dict[str, Any]:
     """Return an undefined value with its reason."""
     return {"value": None, "reason": reason}
 
@@ -266,14 +266,14 @@ def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> Thinne
     return thin_draws(posterior.draws, independent, count=count)
 
 
-def _independent(header: Header) -> dict[str, Any]:
+def _read_effective_size(header: Header) -> dict[str, Any]:
     """Return the recorded effective sample size of the parameters, which distances use."""
     names = {"ess_bulk": "min_ess_bulk", "ess_tail": "min_ess_tail"}
     metrics = header.meta.get("metrics", {})
     return {key: {"value": metrics[name]} for key, name in names.items() if name in metrics}
 
 
-def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> PosteriorFacts:
+def _collect_facts(name: str, entry: dict[str, Any], target: Prior | None) -> PosteriorFacts:
     """Return the numbers of an entry that decide the verdict."""
     value = {key: part["value"] for key, part in entry.items() if isinstance(part, dict)}
     return PosteriorFacts(
@@ -297,7 +297,7 @@ def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Posterior
 VAL_DRAWS = 200
 
 
-def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
+def _choose_integrator(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
     """Return the integrator that predicts val and its draws; None where it makes no draws."""
     name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else sampling_integrator(header)
     return name, None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS
@@ -330,13 +330,13 @@ def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str
                 _DENSITY_COLUMNS,
                 [_density_row(name, entry) for name, entry in densities.items()],
                 notes=[_density_note(densities)],
-                narrow=[_turned(_DENSITY_COLUMNS, [_density_row(*item) for item in densities.items()])],
+                narrow=[_transpose(_DENSITY_COLUMNS, [_density_row(*item) for item in densities.items()])],
             )
         )
     if chains:
         rows = [_chain_row(name, entry) for name, entry in chains.items()]
-        notes = ["worst parameter or chain; div.: divergences; accepts: acceptance rate" + _TUNED * _any_tuned(chains)]
-        tables.append(Table(_CHAIN_COLUMNS, rows, notes=notes, narrow=[_turned(_CHAIN_COLUMNS, rows)]))
+        notes = ["worst parameter or chain; div.: divergences; accepts: acceptance rate" + _TUNED * _has_tuned(chains)]
+        tables.append(Table(_CHAIN_COLUMNS, rows, notes=notes, narrow=[_transpose(_CHAIN_COLUMNS, rows)]))
     if pairs:
         tables.append(_pair_table(pairs))
     return tables
@@ -345,13 +345,13 @@ def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str
 def _density_row(name: str, entry: dict[str, Any]) -> list[str]:
     return [
         name,
-        _prior(entry),
-        _number(entry["elbo"], 2),
-        _number(entry["log_weight_sd"], 2),
-        _number(entry["pareto_k"], 2),
-        _number(entry["log_evidence"], 2),
-        _val_nll(entry),
-        _good(entry),
+        _describe_prior(entry),
+        _format_number(entry["elbo"], 2),
+        _format_number(entry["log_weight_sd"], 2),
+        _format_number(entry["pareto_k"], 2),
+        _format_number(entry["log_evidence"], 2),
+        _format_val_nll(entry),
+        _format_good(entry),
     ]
 
 
@@ -364,10 +364,10 @@ def _density_note(densities: Mapping[str, dict[str, Any]]) -> str:
     if not any(entry["draws"] for entry in densities.values()):
         note = "+- standard error; none has a density, so only their predictions can be compared"
     other = f"; {', '.join(latent)}: has a spike-and-slab prior, and so another target" if latent else ""
-    return note + _TUNED * _any_tuned(densities) + other
+    return note + _TUNED * _has_tuned(densities) + other
 
 
-def _turned(columns: list[str], rows: list[list[str]]) -> Table:
+def _transpose(columns: list[str], rows: list[list[str]]) -> Table:
     """Transpose a table for a narrow terminal: one row per number, one column per posterior."""
     turned = [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i > 0]
     return Table([columns[0], *(row[0] for row in rows)], turned)
@@ -384,14 +384,14 @@ def _chain_row(name: str, entry: dict[str, Any]) -> list[str]:
     )
     return [
         name,
-        _prior(entry),
-        *(_number(entry[key], digits) for key, digits in keys),
-        _val_nll(entry),
-        _good(entry),
+        _describe_prior(entry),
+        *(_format_number(entry[key], digits) for key, digits in keys),
+        _format_val_nll(entry),
+        _format_good(entry),
     ]
 
 
-def _prior(entry: dict[str, Any]) -> str:
+def _describe_prior(entry: dict[str, Any]) -> str:
     """Describe a prior: precision of weights, of biases if different, and the scale of the checkpoint in its mean."""
     value, bias, scale = (entry[name] for name in ("prior_precision", "bias_precision", "prior_mean_scale"))
     if value is None:
@@ -400,15 +400,15 @@ def _prior(entry: dict[str, Any]) -> str:
     return shown if scale is None else f"{shown} (mean {scale:.3g})"
 
 
-def _val_nll(entry: dict[str, Any]) -> str:
-    return _number(entry["val_nll"], 4) + "*" * bool(entry["val_nll"].get("tuned_on_val"))
+def _format_val_nll(entry: dict[str, Any]) -> str:
+    return _format_number(entry["val_nll"], 4) + "*" * bool(entry["val_nll"].get("tuned_on_val"))
 
 
-def _good(entry: dict[str, Any]) -> str:
+def _format_good(entry: dict[str, Any]) -> str:
     return "-" if entry["is_good"] is None else "yes" if entry["is_good"] else "no"
 
 
-def _any_tuned(entries: Mapping[str, dict[str, Any]]) -> bool:
+def _has_tuned(entries: Mapping[str, dict[str, Any]]) -> bool:
     return any(entry["val_nll"].get("tuned_on_val") for entry in entries.values())
 
 
@@ -423,7 +423,11 @@ def _pair_table(pairs: list[dict[str, Any]]) -> Table:
     shown = pairs if len(pairs) <= MAX_PAIRS or not few else few
     for pair in shown:
         distance = {"value": pair["unbiased"], "standard_error": pair.get("standard_error")}
-        values = [_number(distance, 4), _number({"value": pair["biased"]}, 4), _number({"value": pair["p_value"]}, 3)]
+        values = [
+            _format_number(distance, 4),
+            _format_number({"value": pair["biased"]}, 4),
+            _format_number({"value": pair["p_value"]}, 3),
+        ]
         same = "yes" if pair["is_same_target"] else "no"
         rows.append([f"{pair['posteriors'][0]} - {pair['posteriors'][1]}", *values, same])
     notes = list(dict.fromkeys(pair["reason"] for pair in pairs if "reason" in pair))
@@ -438,7 +442,7 @@ def _pair_table(pairs: list[dict[str, Any]]) -> Table:
     return Table(["pair", "MMD^2", "biased", "p", "same target"], rows, notes=["; ".join(notes)] if notes else [])
 
 
-def _number(part: dict[str, Any], digits: int) -> str:
+def _format_number(part: dict[str, Any], digits: int) -> str:
     """Format a number with its standard error, or a dash."""
     if part["value"] is None:
         return "-"

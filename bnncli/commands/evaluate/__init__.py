@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.files import read_header, write_metrics
 from bnncli.artifacts.headers import Header
-from bnncli.artifacts.predictions import stored_arrays
+from bnncli.artifacts.predictions import list_arrays
 from bnncli.artifacts.provenance import Source
 from bnncli.data.prediction_files import split_prediction_place
 from bnncli.errors import CheckFailed, DataError, DeviceError, MissingInput, OutputExists, UsageError
@@ -37,38 +37,45 @@ from bnncli.lazy import torch
 from bnncli.names import FEATURES_NAME
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.command import COMPUTE, Command, InputOptions
-from bnncli.options.declaration import spelled
+from bnncli.options.declaration import spell_options
 from bnncli.options.scoring import Assertion, EvaluateOptions
 from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import LAST, STATE
 from bnncli.session import revisions as _revisions
 from bnncli.session.decisions import ScoredDecisions
-from bnncli.session.inputs import Split, load_split, open_posterior, recorded_prior, require_draws
+from bnncli.session.inputs import Split, load_split, open_posterior, read_recorded_prior, require_draws
 from bnncli.session.prediction_files import (
     GivenPredictions,
     MatchedForecasts,
-    Said,
+    PredictionClaims,
     check_against,
     open_given,
     rows_against,
 )
-from bnncli.session.predictions import PredictionGroup, Skipped, layers_of, open_groups
-from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.predictions import PredictionGroup, SkippedPosterior, layers_of, open_groups
+from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.recommendation import recommended
 from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import (
-    Absent,
+    AbsentPosterior,
     PredictedSplit,
-    about,
+    bind_assertions,
     bootstrap_of,
+    check_assertions,
     check_names,
     failure_text,
     group_rows,
-    hold_against,
     is_of_every,
     warn_of_rare_classes,
 )
-from bnncli.session.score_tables import class_table, legend, score_table, with_classes, with_metrics, without_classes
+from bnncli.session.score_tables import (
+    add_class_counts,
+    class_table,
+    drop_class_values,
+    legend,
+    score_table,
+    select_metrics,
+)
 from bnncli.system.input_files import open_regular
 from bnncli.system.workers import is_leader
 
@@ -100,22 +107,22 @@ USUAL = "hmc"  # the reference of distances by default
 
 def run(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
-    from bnncli.commands.evaluate.curves import check_true_inputs, draw_plots, planned_plots
+    from bnncli.commands.evaluate.curves import check_true_inputs, draw_plots, plan_plots
 
-    skipped: list[Skipped] = []
+    skipped: list[SkippedPosterior] = []
     named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
     groups = open_groups(run, **named, layers=options.layers, skipped=skipped)
     has_default_score = not options.score
-    options = _with_default_score(run, options, groups)
-    absent = [Absent(*one) for one in skipped]
+    options = _choose_default_score(run, options, groups)
+    absent = [AbsentPosterior(*one) for one in skipped]
     check_true_inputs(groups, options.settings["true_inputs"])
-    assertions = _assertions(run, options)
+    assertions = _parse_assertions(run, options)
     check_names(assertions, [row for group in groups for row in _row_names(options, group)], absent)
     is_drawn = options.plot is not None and is_leader()
-    plots = planned_plots(run, groups, options.split, Path(str(options.plot))) if is_drawn else []
+    plots = plan_plots(run, groups, options.split, Path(str(options.plot))) if is_drawn else []
     warn_of_rare_classes(run, options, groups)
     fidelity = find_fidelity(run, options, groups)
-    name = draws_name(run, options, USUAL)
+    name = choose_draws_name(run, options, USUAL)
     references = References.of(run, name, [group.posterior_path for group in groups])
     total = Result()
     rows: list[dict[str, Any]] = []
@@ -124,7 +131,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         result = _evaluate(run, options, group, reference, fidelity, has_default_score=has_default_score)
         total.add(result)
         own = result.metrics["rows"] if result.metrics else []
-        rows += _with_curves(run, options, group, own) if options.curves or plots else own
+        rows += _add_curves(run, options, group, own) if options.curves or plots else own
     if options.needs_features:
         result = evaluate_features(run, options, groups)
         total.add(result)
@@ -132,11 +139,11 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     if not run.write.dry_run:
         used = {one.name: one for one in (references.for_posterior(group.posterior_path) for group in groups)}
         against = [*used, *([fidelity.name] if fidelity is not None else [])]
-        total.extra["checks"] = checks = hold_against(assertions, rows, absent, references=against)
+        total.extra["checks"] = checks = check_assertions(assertions, rows, absent, references=against)
         total.add(draw_plots(run, plots, rows, score=options.curve_score))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
-        rows = with_classes(rows, groups) if options.per_class else [without_classes(row) for row in rows]
+        rows = add_class_counts(rows, groups) if options.per_class else [drop_class_values(row) for row in rows]
         rows = _select_rows(run, options, rows)
         notes = [
             *legend(rows, options, options.shown_scores, options.bootstrap),
@@ -186,7 +193,7 @@ class Reference:
         """Return all draws and their effective number."""
         assert self.path is not None
         posterior, header = open_posterior(self.path)
-        return WeightDraws(posterior.draws, num_independent=effective_size(header))
+        return WeightDraws(posterior.draws, num_independent=read_effective_size(header))
 
     def doubts(self) -> list[str]:
         """Return a warning where the reference has not converged."""
@@ -227,12 +234,12 @@ class References:
         return self.by_layers.get(layers_of(path), self.asked)
 
 
-def _with_default_score(run: Run, options: EvaluateOptions, groups: list[PredictionGroup]) -> EvaluateOptions:
+def _choose_default_score(run: Run, options: EvaluateOptions, groups: list[PredictionGroup]) -> EvaluateOptions:
     """Return the options with a detection score that all predictions have, where none was named."""
     if options.score:
         return options
     headers = [header for group in groups for header in group.headers]
-    name = default_score(stored_arrays(header.path) for header in headers)
+    name = default_score(list_arrays(header.path) for header in headers)
     if name != DEFAULT_SCORE and any(header.meta.get("is_ood") for header in headers):
         has_both = {"train", "val"} <= {*run.folder.splits()}
         adds = f"to add it run {run.suggest('predict')}" if has_both else "it needs the splits train and val"
@@ -240,7 +247,7 @@ def _with_default_score(run: Run, options: EvaluateOptions, groups: list[Predict
     return replace(options, score=[name])
 
 
-def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
+def _parse_assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
     """Return the assertions. Those without a posterior are about auto's recommendation, unless posteriors were selected."""
     every = [one for one in options.assertions if is_of_every(one)]
     if not every or options.posterior or options.integrator or options.layers is not None:
@@ -252,7 +259,7 @@ def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
         f"checking {every[0]} for {found.posterior} ({found.integrator}), which auto recommends; write "
         f"POSTERIOR.{every[0]} to check another posterior"
     )
-    return about(options.assertions, found.posterior, found.integrator)
+    return bind_assertions(options.assertions, found.posterior, found.integrator)
 
 
 def _row_names(options: EvaluateOptions, group: PredictionGroup) -> list[dict[str, Any]]:
@@ -308,7 +315,7 @@ class FidelityReference:
 
     def _opened(self, name: str) -> GivenPredictions:
         if name not in self.opened:
-            self.opened[name] = open_given(self.places[name], Said())
+            self.opened[name] = open_given(self.places[name], PredictionClaims())
         return self.opened[name]
 
     def _ours(self, split: PredictedSplit) -> MatchedForecasts:
@@ -331,17 +338,17 @@ def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[Predictio
         path.parent.name for path in run.folder.prediction_files()
     }
     if place in known:
-        return _of_posterior(run, place)
+        return _open_reference_posterior(run, place)
     path, _ = split_prediction_place(place)
     if not path.exists():
         raise MissingInput(
             f"--reference: {place!r} is neither a posterior of the run (have: {', '.join(sorted(known))}) nor a file",
             hint=run.suggest("hmc") if place == "hmc" else run.suggest("status"),
         )
-    return _of_file(place, path, options, groups)
+    return _open_reference_file(place, path, options, groups)
 
 
-def _of_posterior(run: Run, name: str) -> FidelityReference:
+def _open_reference_posterior(run: Run, name: str) -> FidelityReference:
     try:
         found = open_groups(run, posteriors=[name])
     except MissingInput as error:
@@ -360,7 +367,9 @@ def _of_posterior(run: Run, name: str) -> FidelityReference:
     return FidelityReference(group.name, group.name, places, f"{group.name} has no predictions; run: {hint}", sources)
 
 
-def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference:
+def _open_reference_file(
+    place: str, path: Path, options: EvaluateOptions, groups: Sequence[PredictionGroup]
+) -> FidelityReference:
     """Use a file of predictions as the reference for the requested splits, or for test."""
     with open_regular(path) as stream:
         digest = f"sha256:{file_sha256(stream)}"
@@ -373,7 +382,7 @@ def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[
     return FidelityReference(name, "", dict.fromkeys(splits, place), why, dict.fromkeys(splits, source))
 
 
-def draws_name(run: Run, options: EvaluateOptions, usual: str) -> str:
+def choose_draws_name(run: Run, options: EvaluateOptions, usual: str) -> str:
     """The posterior whose draws distances are measured to: the reference where it has draws, else the usual one."""
     for name in (options.reference or usual, (options.reference or usual).partition(".")[0]):
         if run.folder.posterior(name, suffix=".nc").is_file():
@@ -440,22 +449,25 @@ def _evaluate(
     checkpoint = group.headers[0].provenance.get("checkpoint")
     request = Request(
         target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, lambda: 1 << 18,
-        why_anew=partial(_why_anew if has_default_score else why_anew, params),
+        why_anew=partial(_explain_recomputation if has_default_score else explain_recomputation, params),
     )  # fmt: skip
 
-    def compute() -> Computed:
-        distance = distance_rows(run, reference, posterior)
+    def compute() -> ComputationOutput:
+        distance = measure_distance_rows(run, reference, posterior)
         rows = [
-            {**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group, beside))
+            {**row, "metrics": row["metrics"] + distance}
+            for row in spell_options(group_rows(run, options, group, beside))
         ]
         if is_thinned and posterior is not None:
-            from bnncli.commands.evaluate.curves import density_metrics, selection_metrics
+            from bnncli.commands.evaluate.curves import compute_density_metrics, compute_selection_metrics
 
-            density, histograms = density_metrics(run, posterior, group.integrator)
-            density += selection_metrics(posterior, options.settings["true_inputs"]) if is_latent(posterior) else []
+            density, histograms = compute_density_metrics(run, posterior, group.integrator)
+            density += (
+                compute_selection_metrics(posterior, options.settings["true_inputs"]) if is_latent(posterior) else []
+            )
             rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]
         predictions = [
-            _scored_file(group, header, source.to_json(target.parent)["path"])
+            _describe_scored_file(group, header, source.to_json(target.parent)["path"])
             for header, source in zip(group.headers, sources, strict=False)
         ]
 
@@ -464,26 +476,26 @@ def _evaluate(
                 target, rows=rows, predictions=predictions, provenance=provenance, may_replace=may_replace
             )
 
-        return Computed(publish, {"rows": rows})
+        return ComputationOutput(publish, {"rows": rows})
 
     try:
-        return produce(run, request, compute, when_fresh=_when_fresh)
+        return produce(run, request, compute, when_fresh=_read_rows)
     except OutputExists:
         if fidelity is not None:
             fidelity.check(group)  # a bad --reference is reported before the existing file
         raise
 
 
-def _why_anew(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
+def _explain_recomputation(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
     """Return why scores are computed again, as `why_anew`, also where the default detection score changed."""
     usual = {DEFAULT_SCORE, *FALLBACK_SCORES}
     is_other = asked["score"] != recorded.get("score") and usual >= {*(recorded.get("score") or [])}
     if is_other and all(asked.get(name) == recorded.get(name) for name in {*asked, *recorded} - {"score"}):
         return f"detection now uses {asked['score'][0]} by default"
-    return why_anew(asked, recorded)
+    return explain_recomputation(asked, recorded)
 
 
-def why_anew(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | None:
+def explain_recomputation(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | None:
     """Return why scores are computed again without --force: only the reference changed. None for any other change."""
     names = {name for name in {*asked, *recorded} if asked.get(name) != recorded.get(name)}
     if "fidelity" not in names or not names <= {"fidelity", "reference"}:
@@ -502,7 +514,7 @@ def _describe(recorded: Mapping[str, Any], *, with_splits: bool) -> str:
     return f"with \0reference\0 {recorded['reference']}{splits}"
 
 
-def distance_rows(run: Run, reference: Reference, posterior: Path | None) -> list[Row]:
+def measure_distance_rows(run: Run, reference: Reference, posterior: Path | None) -> list[Row]:
     """Return the distances of one posterior to the reference. Undefined rows give the reason."""
     if reference.path is None or posterior is None:
         return reference_rows(
@@ -519,7 +531,7 @@ def _measure(run: Run, reference: Reference, posterior: Path) -> list[Row]:
     if header.meta.get("layers") != reference.header.meta.get("layers"):
         why = f"the draws of {reference.name} are over other layers"
         return undefined_rows(distances(), reference=reference.name, reason=why)
-    theirs, ours = recorded_prior(reference.header), recorded_prior(header)
+    theirs, ours = read_recorded_prior(reference.header), read_recorded_prior(header)
     if ours is not None and theirs is not None and not ours.is_close(theirs):
         run.console.warn(
             f"{posterior.stem} has prior precision {ours}, but {reference.name} has {theirs}: MMD^2 and other "
@@ -541,7 +553,7 @@ def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
     A latent binary network has no exact mean: its centre is the median probability model.
     """
     if header.kind == "samples":
-        return WeightDraws(posterior.draws, num_independent=effective_size(header))
+        return WeightDraws(posterior.draws, num_independent=read_effective_size(header))
     wanted = num_distance_draws(posterior.layout.num_params)
     count = min(wanted, getattr(posterior, "num_stored", wanted))
     mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
@@ -550,14 +562,14 @@ def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
     return WeightDraws(draws, mean=mean)
 
 
-def effective_size(header: Header) -> int:
+def read_effective_size(header: Header) -> int:
     """Return the smallest effective sample size over the parameters that hmc records; 0 where it is unknown."""
     metrics = header.meta.get("metrics", {})
     sizes = [metrics.get(name) for name in ("min_ess_bulk", "min_ess_tail")]
     return min((int(size) for size in sizes if size is not None), default=0)
 
 
-def _scored_file(group: PredictionGroup, header: Header, path: str) -> dict[str, Any]:
+def _describe_scored_file(group: PredictionGroup, header: Header, path: str) -> dict[str, Any]:
     """Return what a metrics file records of the predictions it scores."""
     return {
         "path": path,
@@ -570,13 +582,13 @@ def _scored_file(group: PredictionGroup, header: Header, path: str) -> dict[str,
     }
 
 
-def _with_curves(
+def _add_curves(
     run: Run, options: EvaluateOptions, group: PredictionGroup, rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Add curves to the rows of the requested splits."""
-    from bnncli.commands.evaluate.curves import curves_of
+    from bnncli.commands.evaluate.curves import compute_curves
 
-    found = curves_of(run, group, options.split, score=options.curve_score, num_bins=options.settings["bins"])
+    found = compute_curves(run, group, options.split, score=options.curve_score, num_bins=options.settings["bins"])
     return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
 
 
@@ -615,8 +627,8 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Predi
         lambda: 1 << 18,
     )
 
-    def compute() -> Computed:
-        scores, choices = _scores(run, options, train, splits)
+    def compute() -> ComputationOutput:
+        scores, choices = _compute_scores(run, options, train, splits)
         rows = [_row(run, options, scores, name, outside) for name in sorted(inside, key=lambda n: (n != "test", n))]
         for metric in (metric for row in rows for metric in row["metrics"]):
             metric |= choices[metric["score"]]
@@ -624,15 +636,15 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Predi
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
             return write_metrics(target, rows=rows, predictions=[], provenance=provenance, may_replace=may_replace)
 
-        return Computed(publish, {"rows": rows})
+        return ComputationOutput(publish, {"rows": rows})
 
-    return produce(run, request, compute, when_fresh=_when_fresh)
+    return produce(run, request, compute, when_fresh=_read_rows)
 
 
 Scores = dict[str, NDArray | str]
 
 
-def _scores(
+def _compute_scores(
     run: Run, options: EvaluateOptions, train: Split, splits: dict[str, Split]
 ) -> tuple[dict[str, Scores], dict[str, Mapping[str, int]]]:
     """Return the scores (N,) of each split's examples, or the reason there are none, and the choices that define each score."""
@@ -694,8 +706,10 @@ def row_name(split: str) -> dict[str, Any]:
     return {**own, "split": split}
 
 
-def _when_fresh(header: Header) -> Computed:
-    return Computed(lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []})
+def _read_rows(header: Header) -> ComputationOutput:
+    return ComputationOutput(
+        lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []}
+    )
 
 
 def _select_rows(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -708,4 +722,4 @@ def _select_rows(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]])
                 hint=run.suggest("predict", split=name),
             )
     chosen = [row for row in rows if not options.split or row["split"] in options.split]
-    return with_metrics(chosen, options.metric, options.shown_scores) if options.metric else chosen
+    return select_metrics(chosen, options.metric, options.shown_scores) if options.metric else chosen

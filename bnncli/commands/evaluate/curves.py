@@ -28,7 +28,7 @@ from bnncli.figures import posteriors, predictions, render
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch
-from bnncli.likelihoods import has_exclusive_classes, recorded_name
+from bnncli.likelihoods import has_exclusive_classes, read_recorded_name
 from bnncli.names import posterior_title
 from bnncli.options.scoring import Quantity
 from bnncli.posteriors import LATENT_BINARY, SPARSE
@@ -68,20 +68,20 @@ def check_true_inputs(groups: Sequence[PredictionGroup], true_inputs: str | None
             )
 
 
-def density_metrics(run: Run, path: Path, integrator: str) -> tuple[list[Row], list[Row]]:
+def compute_density_metrics(run: Run, path: Path, integrator: str) -> tuple[list[Row], list[Row]]:
     """Return metric rows of the density, and histograms of the inclusion probabilities of each layer.
 
     The first row is of the networks that the integrator predicts with. A pruned network has no histograms.
     """
     posterior = open_posterior(path)[0]
-    used = prediction_density_rows(_used(posterior, integrator))
+    used = prediction_density_rows(_read_used_probabilities(posterior, integrator))
     if isinstance(posterior, Sparse):
         return used, []
-    rows, histograms = _inclusions(run, posterior)
+    rows, histograms = _measure_inclusions(run, posterior)
     return used + rows, histograms
 
 
-def _used(posterior: LatentBinary | Sparse, integrator: str) -> list[torch.Tensor]:
+def _read_used_probabilities(posterior: LatentBinary | Sparse, integrator: str) -> list[torch.Tensor]:
     """Return each layer's probabilities that a weight is in the networks that an integrator predicts with."""
     if isinstance(posterior, Sparse):
         return [(weight != 0).double() for weight, _ in posterior.network.split(posterior.theta)]
@@ -94,7 +94,7 @@ def _used(posterior: LatentBinary | Sparse, integrator: str) -> list[torch.Tenso
 _DRAWN_NETWORKS = 10  # to report the fraction of weights that drawn networks have
 
 
-def _inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]]:
+def _measure_inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]]:
     """Return metric rows of the best repeat's density, and a histogram of the inclusion probabilities of each layer."""
     layout, best = posterior.model.layout, posterior.best
     inclusion = layout.weights(posterior.inclusion)
@@ -104,13 +104,15 @@ def _inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]
     return density_rows(inclusion, shares), histograms
 
 
-def selection_metrics(path: Path, true_inputs: str | None) -> list[Row]:
+def compute_selection_metrics(path: Path, true_inputs: str | None) -> list[Row]:
     """Return metric rows of the inputs that all repeats select; none without true inputs."""
     numbers = input_numbers(true_inputs)
     return selection_rows(open_posterior(path)[0].model.factors.inclusion, numbers) if numbers else []
 
 
-def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, score: str, num_bins: int) -> dict[str, Row]:
+def compute_curves(
+    run: Run, group: PredictionGroup, splits: Sequence[str], *, score: str, num_bins: int
+) -> dict[str, Row]:
     """Return the curves of one posterior's predictions for each in-distribution split, or for those in `splits`.
 
     `reliability` and `risk_coverage` need labels, the latter one class per example; they are None otherwise. `roc` maps each
@@ -134,12 +136,12 @@ def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, score:
             if not isinstance(inside, str) and not isinstance(far, str) and len(inside) and len(far):
                 curves["roc"][other.name] = roc_curve(inside, far)
         if latent is not None:
-            curves["density"] = density_curve(run, latent, name, num_bins=num_bins)
+            curves["density"] = compute_density_curve(run, latent, name, num_bins=num_bins)
         found[name] = curves
     return found
 
 
-def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Row | None:
+def compute_density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Row | None:
     """Return accuracy, NLL and ECE of the networks above rising inclusion thresholds; None without labels."""
     split = load_split(run, split_name)
     if split.content.labels is None or len(split.content.labels) == 0:
@@ -154,7 +156,7 @@ def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Ro
             PlugIn().predict(single, features, num_samples=None, generator=run.stream("evaluate/density")).probs.cpu()
             for features in split.feature_blocks(run.device)
         ]
-        scores = _scores(torch.cat(parts).numpy(), split.content.labels, num_bins)
+        scores = _compute_scores(torch.cat(parts).numpy(), split.content.labels, num_bins)
         rows = score_rows(scores, (split_name, len(split.content.labels)))
         found = {row["name"]: row["value"] for row in reversed(rows)}  # the usual form stands first
         curve["threshold"].append(max(threshold, 0.0))
@@ -165,7 +167,7 @@ def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Ro
     return curve
 
 
-def _scores(probs: NDArray, labels: NDArray, num_bins: int) -> list[ScoreGroup]:
+def _compute_scores(probs: NDArray, labels: NDArray, num_bins: int) -> list[ScoreGroup]:
     """Return accuracy, NLL and calibration errors of probs (N, K), the usual form of each first."""
     if labels.ndim == 2:  # several labels per example
         examples = compute_example_statistics(probs, labels, is_exclusive=False)
@@ -184,7 +186,7 @@ class Plot:
     ood: str | None = None
 
 
-def planned_plots(run: Run, groups: Sequence[PredictionGroup], splits: Sequence[str], folder: Path) -> list[Plot]:
+def plan_plots(run: Run, groups: Sequence[PredictionGroup], splits: Sequence[str], folder: Path) -> list[Plot]:
     """Return the figures that --plot will draw, after checking their paths.
 
     Raises:
@@ -202,7 +204,7 @@ def planned_plots(run: Run, groups: Sequence[PredictionGroup], splits: Sequence[
                 continue
             if header.meta.get("is_labeled") and header.meta["num_examples"]:
                 add("reliability", name)
-                if has_exclusive_classes(recorded_name(header.meta)):
+                if has_exclusive_classes(read_recorded_name(header.meta)):
                     add("risk-coverage", name)
                 if is_latent(group.posterior_path):
                     add("density", name)
@@ -263,7 +265,9 @@ def _draw(plot: Plot, rows: Iterable[Row], score: str) -> Figure:
             name: row["curves"]["roc"][plot.ood] for name, row in shown.items() if plot.ood in row["curves"]["roc"]
         }
         areas = {name: _value(shown[name], Quantity("auroc", (plot.ood, score))) for name in curves}
-        return predictions.draw_roc(*predictions.merged(curves, areas), split=plot.split, ood=plot.ood, score=score)
+        return predictions.draw_roc(
+            *predictions.merge_equal_curves(curves, areas), split=plot.split, ood=plot.ood, score=score
+        )
     if plot.kind == "density":
         # One curve per posterior, whatever the integrator.
         own = {row["posterior"]: row for row in shown.values() if row.get("curves", {}).get("density")}

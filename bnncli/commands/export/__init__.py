@@ -8,21 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.artifacts.exports import KIND
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.names import FORMATS
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import Checked, collected, option
+from bnncli.options.declaration import CheckedOptions, declare_option_group, option
 from bnncli.options.predict import PredictOptions
 from bnncli.options.shared import NO_NETWORK
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, load_split, posterior_source
 from bnncli.session.network_splits import network_sources
 from bnncli.session.predictions import find_named
-from bnncli.session.predictor import AskedIntegrators, IntegratorChoice, Predictor, TrainData, num_stored, type_of
-from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.predictor import (
+    IntegratorChoice,
+    Predictor,
+    RequestedIntegrators,
+    TrainData,
+    count_stored_draws,
+    type_of,
+)
+from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.recommendation import recommended
 from bnncli.session.run import Result, Run
 
@@ -39,7 +46,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2}  # of probabilities
 
 
 @dataclass(frozen=True)
-class ExportOptions(Checked):
+class ExportOptions(CheckedOptions):
     """Options of export, `settings` being those that integrators declare."""
 
     posterior: str | None = option(
@@ -57,7 +64,7 @@ class ExportOptions(Checked):
         numeric=False,
         group="What to export",
     )
-    settings: dict[str, Any] = collected("integrators", numeric=False)
+    settings: dict[str, Any] = declare_option_group("integrators", numeric=False)
     format: str = option(
         "onnx",
         "File format: onnx (for onnxruntime), pt2 (torch.export), or torch (safetensors with a Python module, "
@@ -140,11 +147,11 @@ COMMAND = Command(
 def run(run: Run, options: ExportOptions) -> Result:
     """Export one posterior by one integrator."""
     from bnncli.commands.export import build
-    from bnncli.commands.export.build import summary
+    from bnncli.commands.export.build import format_summary
 
     options.check_together()
     build.check_suffix(run.naming.out, options.format)
-    name, integrator = _chosen(run, options)
+    name, integrator = _choose_posterior(run, options)
     path = find_named(run, name, flag="\0posterior\0", otherwise=run.suggest("status"))
     header, source = posterior_source(run, path, "posterior")
     if header.meta.get("layers") is not None:
@@ -174,21 +181,23 @@ def run(run: Run, options: ExportOptions) -> Result:
     if options.format == "torch":
         build.check_code_path(request.target, force=run.write.force)
 
-    def compute() -> Computed:
+    def compute() -> ComputationOutput:
         from bnncli.commands.export import build
 
         return build.compute(run, options, request, predictor, choice, split, rules)
 
-    def when_fresh(found: Header) -> Computed:
-        with interpreting(found.path):
-            build.complete(found)
+    def when_fresh(found: Header) -> ComputationOutput:
+        with convert_lookup_errors(found.path):
+            build.restore_module(found)
             metrics = {"bytes": found.path.stat().st_size, **found.meta["metrics"], "milliseconds": None}
-            return Computed(lambda provenance, may_replace: found.content_digest, metrics, summary(found.meta, metrics))
+            return ComputationOutput(
+                lambda provenance, may_replace: found.content_digest, metrics, format_summary(found.meta, metrics)
+            )
 
     return produce(run, request, compute, when_fresh=when_fresh)
 
 
-def _chosen(run: Run, options: ExportOptions) -> tuple[str, str | None]:
+def _choose_posterior(run: Run, options: ExportOptions) -> tuple[str, str | None]:
     """The posterior and the integrator: as named, or as auto recommends."""
     if options.posterior is not None:
         return options.posterior, options.integrator
@@ -216,7 +225,7 @@ def _judge(run: Run) -> Split:
 def _integrator(options: ExportOptions, name: str | None, header: Header, num_classes: int) -> IntegratorChoice:
     """Raises UsageError where it does not fit the posterior."""
     asked = PredictOptions(integrator=[] if name is None else [name], settings=options.settings)
-    choices, refusals = AskedIntegrators.of(asked, [header]).choices(header, num_classes)
+    choices, refusals = RequestedIntegrators.of(asked, [header]).choices(header, num_classes)
     if refusals:
         raise refusals[0]
     return choices[0]
@@ -288,7 +297,7 @@ def _estimated_bytes(options: ExportOptions, header: Header, choice: IntegratorC
     layout = split.layout
     size = 4 * layout.num_params * 2
     if choice.integrator.is_sampling:
-        size += 4 * layout.num_params * min(options.draws, num_stored(header) or options.draws)
+        size += 4 * layout.num_params * min(options.draws, count_stored_draws(header) or options.draws)
     elif type_of(header) == "gaussian":
         size += 4 * layout.num_outputs * (layout.num_features + 1) ** 2
     checkpoint: Mapping[str, Any] = {} if options.head_only or split.checkpoint is None else split.checkpoint

@@ -25,13 +25,13 @@ from bnncli.evaluation.recommendation import score_predictive
 from bnncli.export import MARK
 from bnncli.integrators import Prediction, Ready
 from bnncli.lazy import torch
-from bnncli.models.huggingface import with_plain_attention
+from bnncli.models.huggingface import use_plain_attention
 from bnncli.names import FORMATS, percent
 from bnncli.session.decisions import open_decisions
 from bnncli.session.inputs import Split
 from bnncli.session.network_splits import NetworkReader
 from bnncli.session.predictor import IntegratorChoice, Predictor
-from bnncli.session.produce import Computed, Request
+from bnncli.session.produce import ComputationOutput, Request
 from bnncli.session.run import Run
 from bnncli.system.memory import bytes_text
 
@@ -70,7 +70,7 @@ def _is_ours(path: Path) -> bool:
 CODE = "code"  # in what a file of tensors says of itself: the module that reads it
 
 
-def complete(header: Header) -> None:
+def restore_module(header: Header) -> None:
     """Write the module of a file of tensors again where it is gone."""
     if CODE in header.meta and not code_path(header.path).exists():
         publish_bytes(code_path(header.path), header.meta[CODE].encode(), may_replace=False)
@@ -88,7 +88,7 @@ def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -
     """
     found = open_decisions(run, name, only=list(dict.fromkeys(options.decide)))
     for one in found:
-        if (why := _why_not(one, str(options.score))) is not None:
+        if (why := _explain_refusal(one, str(options.score))) is not None:
             message = f"\0decide\0: rule {one.name!r} of {name} {why}"
             raise UsageError(message, code="unsupported_export")
         if one.header.meta["maker"].get("posterior") != posterior:
@@ -99,7 +99,7 @@ def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -
     return found
 
 
-def _why_not(decision: DecisionFile, score: str) -> str | None:
+def _explain_refusal(decision: DecisionFile, score: str) -> str | None:
     """Why a file cannot have what a rule decides by; None where it can."""
     rule = decision.rule
     if isinstance(rule, SetRule):
@@ -122,43 +122,52 @@ def compute(
     choice: IntegratorChoice,
     split: Split,
     rules: Sequence[DecisionFile] = (),
-) -> Computed:
+) -> ComputationOutput:
     """Make, check and time the file. Raises NumericError where it does not give what predict does.
 
     Args:
         rules: whose prediction sets and thresholds the file has.
     """
-    from bnncli.export.parts import thinned
+    from bnncli.export.parts import thin_to_budget
     from bnncli.export.source import source_of
 
     _check_fits(predictor, split)
-    goes_in = _goes_in(run, options, split)  # first, as it refuses what cannot be exported
+    goes_in = _open_inputs(run, options, split)  # first, as it refuses what cannot be exported
     ready = predictor.ready(choice)
-    kept = thinned(ready, options.draws, run.stream("export/draws"))
-    model = _modelled(options, predictor, choice, goes_in, kept, rules)
+    kept = thin_to_budget(ready, options.draws, run.stream("export/draws"))
+    model = _build_model(options, predictor, choice, goes_in, kept, rules)
     module = model.module
-    made = _written(run, options, module, goes_in.first(2), goes_in.name)
-    expected = expected_outputs(run, predictor, choice, split.stored[torch.from_numpy(goes_in.rows)], ready, kept)
-    runs = {made.runtime: made.run, "torch": eager(module)}
-    outputs = {name: outputs_of(run, one, goes_in, name) for name, one in runs.items()}
+    made = _export_module(run, options, module, goes_in.first(2), goes_in.name)
+    expected = compute_expected_outputs(
+        run, predictor, choice, split.stored[torch.from_numpy(goes_in.rows)], ready, kept
+    )
+    runs = {made.runtime: made.run, "torch": wrap_eager(module)}
+    outputs = {name: compute_outputs(run, one, goes_in, name) for name, one in runs.items()}
     own, parity = (
         outputs[made.runtime],
-        parity_of(
-            options, split, goes_in, outputs, expected.stored, _combined(options, predictor, split.stored[goes_in.rows])
+        check_parity(
+            options,
+            split,
+            goes_in,
+            outputs,
+            expected.stored,
+            _compute_combined_score(options, predictor, split.stored[goes_in.rows]),
         ),
     )
-    metrics = {"parity": parity, **losses(split, goes_in.rows, expected, own, model.rule)}
+    metrics = {"parity": parity, **measure_losses(split, goes_in.rows, expected, own, model.rule)}
     meta = {
         **_meta(options, predictor, choice, split),
-        **_described(options, split, model, own),
-        "decisions": {one.name: thresholds_of(one) for one in rules},
+        **_describe_file(options, split, model, own),
+        "decisions": {one.name: describe_decision(one) for one in rules},
         "draws": expected.num_stored,
         "metrics": metrics,
     }
-    times = {name: times_of(run, one, goes_in) for name, one in runs.items()}
+    times = {name: measure_times(run, one, goes_in) for name, one in runs.items()}
     if options.format == "torch":
-        return _computed(request, dict(model.head.named_buffers()), meta | {CODE: source_of(model.parts.steps)}, times)
-    return _computed(request, made.content, meta, times)
+        return _prepare_publication(
+            request, dict(model.head.named_buffers()), meta | {CODE: source_of(model.parts.steps)}, times
+        )
+    return _prepare_publication(request, made.content, meta, times)
 
 
 def _check_fits(predictor: Predictor, split: Split) -> None:
@@ -176,7 +185,7 @@ BATCH = 256
 
 
 @dataclass(frozen=True)
-class GoesIn:
+class ModelInputs:
     """What goes into a file.
 
     Attributes:
@@ -237,32 +246,32 @@ class GoesIn:
         ]
 
 
-def _goes_in(run: Run, options: ExportOptions, split: Split) -> GoesIn:
+def _open_inputs(run: Run, options: ExportOptions, split: Split) -> ModelInputs:
     """Features, or the inputs of the network. Raises what inputs_in raises."""
     if options.head_only:
-        return features_in(split)
-    return inputs_in(run, split, trusts_code=options.trust_code, is_halved=options.dtype == "float16")
+        return read_features(split)
+    return read_inputs(run, split, trusts_code=options.trust_code, is_halved=options.dtype == "float16")
 
 
-def features_in(split: Split) -> GoesIn:
+def read_features(split: Split) -> ModelInputs:
     """Features of all rows."""
     from bnncli.export.graphs import FEATURES
 
     rows = np.arange(len(split.content.features))
-    return GoesIn(FEATURES, rows, None, "none: the file takes features", stored=split.stored)
+    return ModelInputs(FEATURES, rows, None, "none: the file takes features", stored=split.stored)
 
 
 MOST_ROWS = 2000  # of a split that a whole network is checked on: each is a pass, twice
 
 
-def inputs_in(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> GoesIn:
+def read_inputs(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> ModelInputs:
     """Inputs of at most MOST_ROWS rows, evenly spaced, and the network that made their features, on the CPU.
 
     Raises:
         Untrusted, MissingInput, DataError: the network or the data cannot be had, or cannot be exported.
     """
     from bnncli.export.graphs import INPUTS
-    from bnncli.export.network import FeatureNetwork, Halved
+    from bnncli.export.network import FeatureNetwork, HalfPrecisionStorage
 
     header = split.content.header
     assert header is not None
@@ -276,12 +285,12 @@ def inputs_in(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> 
         recorded.check_head(head)
         assert head is not None
         _check_padding(chosen)
-        model = with_plain_attention(recorded.network.module.eval().requires_grad_(False).cpu())
+        model = use_plain_attention(recorded.network.module.eval().requires_grad_(False).cpu())
     is_raw = _is_inside(chosen)
     trunk: nn.Module = FeatureNetwork(model, head, chosen.preprocess if is_raw else None).eval()
-    trunk = Halved(trunk).eval() if is_halved else trunk
-    words = _in_words(chosen.preprocess) if is_raw else "outside: the file takes inputs as the network does"
-    return GoesIn(INPUTS, rows, trunk, words, split=chosen, is_raw=is_raw)
+    trunk = HalfPrecisionStorage(trunk).eval() if is_halved else trunk
+    words = _format_inside(chosen.preprocess) if is_raw else "outside: the file takes inputs as the network does"
+    return ModelInputs(INPUTS, rows, trunk, words, split=chosen, is_raw=is_raw)
 
 
 def _check_padding(split: InputSplit) -> None:
@@ -307,7 +316,7 @@ def _is_named(split: InputSplit) -> bool:
     return isinstance(dataset.read(split.rows[:1])[0], Mapping)
 
 
-def _in_words(done: Preprocess) -> str:
+def _format_inside(done: Preprocess) -> str:
     parts = ["uint8 to [0, 1], channels first"]
     parts += [f"mean {', '.join(map(str, done.mean))}"] if done.mean else []
     parts += [f"std {', '.join(map(str, done.std))}"] if done.std else []
@@ -324,7 +333,7 @@ class _Model:
 
     parts: HeadParts
     head: nn.Module
-    goes_in: GoesIn
+    goes_in: ModelInputs
     rule: SetRule | None
 
     @property
@@ -336,50 +345,52 @@ class _Model:
         return self.head if trunk is None else WholeNetwork(trunk, self.head).eval()
 
 
-def _modelled(
+def _build_model(
     options: ExportOptions,
     predictor: Predictor,
     choice: IntegratorChoice,
-    goes_in: GoesIn,
+    goes_in: ModelInputs,
     kept: Ready,
     rules: Sequence[DecisionFile],
 ) -> _Model:
     """The integrator, with the draws that are kept, as steps and tensors; with the network where that is asked for."""
-    from bnncli.export.parts import head_parts, with_combined_score, with_ood_score
+    from bnncli.export.parts import add_combined_score, add_ood_score, head_parts
 
     layout, is_halved = predictor.posterior.layout, options.dtype == "float16"
     parts = head_parts(predictor.posterior.to("cpu"), choice.integrator, kept)
     if options.score == DEFAULT_SCORE and predictor.train.detector is not None:
-        parts = with_combined_score(parts, predictor.train.detector)
+        parts = add_combined_score(parts, predictor.train.detector)
     else:
-        parts = with_ood_score(parts, str(options.score), layout, predictor.mean_theta.cpu())
+        parts = add_ood_score(parts, str(options.score), layout, predictor.mean_theta.cpu())
     rule = next((one.rule for one in rules if isinstance(one.rule, SetRule)), None)
-    parts = parts if rule is None else with_rule(parts, rule, layout.num_classes)
+    parts = parts if rule is None else add_rule(parts, rule, layout.num_classes)
     head = parts.module(dtype=torch.float16 if is_halved else torch.float32)
     return _Model(parts, head, goes_in, rule)
 
 
-def with_rule(parts: HeadParts, rule: SetRule, num_classes: int) -> HeadParts:
+def add_rule(parts: HeadParts, rule: SetRule, num_classes: int) -> HeadParts:
     """With the rule's sets."""
-    from bnncli.export.parts import with_sets
+    from bnncli.export.parts import add_sets
 
     score, thresholds = rule.score, torch.from_numpy(np.asarray(rule.thresholds))
     if score.scheme == "lac":
-        return with_sets(parts, thresholds, is_filled=rule.is_filled)
+        return add_sets(parts, thresholds, is_filled=rule.is_filled)
     beyond = torch.arange(1, num_classes + 1, dtype=torch.float64) - score.free_ranks
-    return with_sets(parts, thresholds, score.penalty * beyond.clamp_min(0), is_filled=rule.is_filled)
+    return add_sets(parts, thresholds, score.penalty * beyond.clamp_min(0), is_filled=rule.is_filled)
 
 
-def _written(run: Run, options: ExportOptions, module: nn.Module, example: Inputs, name: str) -> graphs.ExportedModel:
+def _export_module(
+    run: Run, options: ExportOptions, module: nn.Module, example: Inputs, name: str
+) -> graphs.ExportedModel:
     """The module in its format, with what runs it."""
     from bnncli.export import graphs
 
     if options.format == "torch":
-        return graphs.ExportedModel(b"", "torch", eager(module))
+        return graphs.ExportedModel(b"", "torch", wrap_eager(module))
     run.console.poll("building the graph")
     if options.format == "pt2":
-        return graphs.to_program(module, example, input_name=name)
-    return graphs.to_onnx(module, example, input_name=name, threads=run.compute.threads)
+        return graphs.export_program(module, example, input_name=name)
+    return graphs.export_onnx(module, example, input_name=name, threads=run.compute.threads)
 
 
 @dataclass(frozen=True)
@@ -392,7 +403,7 @@ class ExpectedOutputs:
     num_stored: int | None
 
 
-def expected_outputs(
+def compute_expected_outputs(
     run: Run, predictor: Predictor, choice: IntegratorChoice, features: Tensor, ready: Ready, kept: Ready
 ) -> ExpectedOutputs:
     """What predict gives for features (n, D), and what it gives by the draws that are kept alone."""
@@ -409,7 +420,7 @@ def expected_outputs(
     return ExpectedOutputs(whole, stored, ready.num_draws, kept.num_draws)
 
 
-def eager(module: nn.Module) -> Callable[[Inputs], Values]:
+def wrap_eager(module: nn.Module) -> Callable[[Inputs], Values]:
     """The module as torch runs it."""
 
     def run(inputs: Inputs) -> Values:
@@ -420,7 +431,7 @@ def eager(module: nn.Module) -> Callable[[Inputs], Values]:
     return run
 
 
-def outputs_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn, name: str) -> Values:
+def compute_outputs(run: Run, model: Callable[[Inputs], Values], goes_in: ModelInputs, name: str) -> Values:
     """What the file gives for all rows that are checked."""
     task = run.console.task(f"check in {name}", len(goes_in.rows))
     found: dict[str, list[Tensor]] = {}
@@ -432,10 +443,10 @@ def outputs_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn, nam
     return {output: torch.cat(values) for output, values in found.items()}
 
 
-def parity_of(
+def check_parity(
     options: ExportOptions,
     split: Split,
-    goes_in: GoesIn,
+    goes_in: ModelInputs,
     outputs: Mapping[str, Values],
     expected: Prediction,
     combined: Tensor | None,
@@ -448,7 +459,9 @@ def parity_of(
     wanted = {"probs": expected.probs, "entropy": expected.entropy, "mutual_information": expected.mutual_info}
     wanted |= {"ood_score": None if combined is None else -combined}
     every = {
-        runtime: {name: _largest(found[name] - values.cpu()) for name, values in wanted.items() if values is not None}
+        runtime: {
+            name: _find_largest(found[name] - values.cpu()) for name, values in wanted.items() if values is not None
+        }
         for runtime, found in outputs.items()
     }
     worst = max(found["probs"] for found in every.values())
@@ -469,17 +482,17 @@ def parity_of(
     }
 
 
-def _largest(differences: Tensor) -> float:
+def _find_largest(differences: Tensor) -> float:
     return float(differences.abs().max()) if differences.numel() else 0.0
 
 
-def _combined(options: ExportOptions, predictor: Predictor, features: Tensor) -> Tensor | None:
+def _compute_combined_score(options: ExportOptions, predictor: Predictor, features: Tensor) -> Tensor | None:
     """The combined score (n,) of features, where that is asked for."""
     detector = predictor.train.detector if options.score == DEFAULT_SCORE else None
     return None if detector is None else detector.scores(features)
 
 
-def losses(
+def measure_losses(
     split: Split, rows: np.ndarray, expected: ExpectedOutputs, own: Values, rule: SetRule | None
 ) -> dict[str, Any]:
     """What fewer draws cost: how many there are, NLL where there are labels, and how often sets are the same."""
@@ -487,19 +500,19 @@ def losses(
     num_draws = {"stored": expected.num_stored, "predict": expected.num_whole}
     found: dict[str, Any] = {
         "draws": None if expected.num_whole is None else num_draws,
-        "nll": None if labels is None or len(labels) == 0 else _losses(expected.whole, own["probs"], labels),
+        "nll": None if labels is None or len(labels) == 0 else _compare_losses(expected.whole, own["probs"], labels),
     }
-    return found if rule is None else {**found, "sets": agreement(rule, expected.whole.probs.cpu(), own["set"])}
+    return found if rule is None else {**found, "sets": measure_agreement(rule, expected.whole.probs.cpu(), own["set"])}
 
 
-def _losses(whole: Prediction, probs: Tensor, labels: Any) -> dict[str, float]:
+def _compare_losses(whole: Prediction, probs: Tensor, labels: Any) -> dict[str, float]:
     """NLL of predict and of the file, nats an example, and by how much the file's is larger."""
     of_predict = score_predictive("predict", whole.probs.cpu().numpy(), labels).nll
     of_export = score_predictive("export", probs.numpy(), labels).nll
     return {"predict": of_predict, "export": of_export, "loss": of_export - of_predict}
 
 
-def agreement(rule: SetRule, probs: Tensor, sets: Tensor) -> dict[str, Any]:
+def measure_agreement(rule: SetRule, probs: Tensor, sets: Tensor) -> dict[str, Any]:
     """Of the rows that were checked: the share whose set is the rule's of the probabilities of predict, and mean sizes of both."""
     expected = rule.sets(probs.numpy())
     return {
@@ -533,28 +546,28 @@ MEANINGS = {
 }
 
 
-def _described(options: ExportOptions, split: Split, model: _Model, own: Values) -> dict[str, Any]:
+def _describe_file(options: ExportOptions, split: Split, model: _Model, own: Values) -> dict[str, Any]:
     """What goes in, what comes out and by which steps, and from where on ood_score is unusual."""
     goes_in = model.goes_in.described(model.goes_in.first(2))
     return {
         **({"input": goes_in[0]} if len(goes_in) == 1 else {"inputs": goes_in}),
         "outputs": [{"name": name, "what": MEANINGS[name].format(score=options.score)} for name in own],
         "steps": [step.__name__ for step in model.parts.steps],
-        "thresholds": thresholds(split, own["ood_score"]),
+        "thresholds": compute_thresholds(split, own["ood_score"]),
     }
 
 
 _SHARES = (0.95, 0.99)  # of the split that have at most the thresholds that the file names
 
 
-def thresholds(split: Split, scores: Tensor) -> dict[str, Any]:
+def compute_thresholds(split: Split, scores: Tensor) -> dict[str, Any]:
     """The ood_score that shares of the split have at most."""
     quantiles = np.quantile(scores.double().numpy(), _SHARES, method="inverted_cdf")
     shares = {str(share): float(value) for share, value in zip(_SHARES, quantiles, strict=True)}
     return {"ood_score": {"split": split.content.name, "at_most": shares}}
 
 
-def thresholds_of(decision: DecisionFile) -> dict[str, Any]:
+def describe_decision(decision: DecisionFile) -> dict[str, Any]:
     """Return the decision rules for whoever runs the file: the output, its threshold, and the guarantee."""
     rule, settings = decision.rule, decision.header.meta["settings"]
     found: dict[str, Any] = {"kind": decision.kind, "confidence": settings["confidence"]}
@@ -572,7 +585,7 @@ SIZES = (1, 32, 1024)  # of batches that are timed
 _SECONDS, _MOST_SECONDS, _MOST_REPEATS = 0.3, 20.0, 200  # of each measurement of time
 
 
-def times_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn) -> dict[str, float | None]:
+def measure_times(run: Run, model: Callable[[Inputs], Values], goes_in: ModelInputs) -> dict[str, float | None]:
     """Median milliseconds of a batch of each of the sizes; None where one would take too long."""
     found: dict[str, float | None] = {}
     per_input = 0.0
@@ -593,12 +606,12 @@ def times_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn) -> di
     return found
 
 
-def _computed(
+def _prepare_publication(
     request: Request,
     content: bytes | Mapping[str, Tensor],
     meta: Mapping[str, Any],
     times: Mapping[str, Mapping[str, float | None]],
-) -> Computed:
+) -> ComputationOutput:
     """The file ready to be published; its size is known when it is."""
     told = {**meta["metrics"], "bytes": 0, "milliseconds": times}
     lines: list[str] = []
@@ -606,10 +619,10 @@ def _computed(
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
         digest = write(request.target, content, meta=meta, provenance=provenance, may_replace=may_replace)
         told["bytes"] = request.target.stat().st_size
-        lines.extend(summary(meta, told))
+        lines.extend(format_summary(meta, told))
         return digest
 
-    return Computed(publish, told, lines)
+    return ComputationOutput(publish, told, lines)
 
 
 def write(
@@ -634,7 +647,7 @@ def code_path(target: Path) -> Path:
     return target.with_suffix(".py")
 
 
-def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
+def format_summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
     """Lines for people."""
     parity = metrics["parity"]
     goes_in = ", ".join(
@@ -645,7 +658,7 @@ def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
         f"{meta['posterior']} ({meta['variant']}), {bytes_text(metrics['bytes'])}: {goes_in} -> "
         + ", ".join(output["name"] for output in meta["outputs"]),
         f"probabilities on {parity['split']} ({parity['rows']} rows) match predict to within "
-        f"{_each(parity['max_difference'])}",
+        f"{_format_values(parity['max_difference'])}",
     ]
     draws, is_shared = metrics["draws"], meta["variant"].startswith("logit-mc")
     if draws is not None and (is_shared or draws["stored"] < draws["predict"]):
@@ -654,7 +667,7 @@ def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
     if "sets" in metrics:
         sets = metrics["sets"]
         lines.append(
-            f"sets of rule {_of_kind(meta, 'sets')}: {percent(sets['same'])} match predict; mean size "
+            f"sets of rule {_find_rule_name(meta, 'sets')}: {percent(sets['same'])} match predict; mean size "
             f"{sets['size']:.2f} ({sets['size_of_predict']:.2f} in predict)"
         )
     for name, rule in meta["decisions"].items():
@@ -678,7 +691,7 @@ def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _each(values: Mapping[str, float]) -> str:
+def _format_values(values: Mapping[str, float]) -> str:
     return ", ".join(f"{value:.1e} ({name})" for name, value in values.items())
 
 
@@ -688,7 +701,7 @@ def _loss(metrics: Mapping[str, Any]) -> str:
     return "" if nll is None else f"; NLL {nll['export']:.4f}, {nll['predict']:.4f} with all ({nll['loss']:+.4f})"
 
 
-def _of_kind(meta: Mapping[str, Any], kind: str) -> str:
+def _find_rule_name(meta: Mapping[str, Any], kind: str) -> str:
     """The name of the rule of a kind."""
     return next(name for name, rule in meta["decisions"].items() if rule["kind"] == kind)
 

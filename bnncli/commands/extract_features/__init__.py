@@ -14,15 +14,15 @@ from bnncli.artifacts.features import FeatureFile
 from bnncli.artifacts.files import read_header
 from bnncli.errors import UsageError
 from bnncli.models import SavedModel
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
 from bnncli.options import shared
 from bnncli.options.command import COMPUTE, Argument, Command
-from bnncli.options.declaration import Checked, declaration, forms, option
+from bnncli.options.declaration import CheckedOptions, declaration, list_forms, option
 from bnncli.options.shared import EITHER, NO_NETWORK, check_corruption
 from bnncli.registry import check_name, has_name, names
 from bnncli.session.network import end
-from bnncli.session.network_fit import MISREAD, recorded_fit
+from bnncli.session.network_fit import MISREAD, read_recorded_fit
 from bnncli.session.run import Result, Run, own_files
 from bnncli.system.input_files import convert_read_errors
 from bnncli.system.workers import worker_pool
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def _model_help() -> str:
     built_in = ", ".join(name for name in names("networks") if name != NO_NETWORK)
     return (
-        f"Network: {built_in}; a saved model ({', '.join(forms('models'))}); or your code, "
+        f"Network: {built_in}; a saved model ({', '.join(list_forms('models'))}); or your code, "
         f"package.module:factory or file.py:factory. {NO_NETWORK} takes the inputs as features."
     )
 
@@ -47,7 +47,7 @@ def _corrupt_help() -> str:
 
 
 @dataclass(frozen=True)
-class ExtractFeaturesOptions(Checked):
+class ExtractFeaturesOptions(CheckedOptions):
     """Options of extract-features."""
 
     model: str | None = option(None, _model_help, metavar="MODEL", group="Network")
@@ -177,11 +177,11 @@ class ExtractFeaturesOptions(Checked):
                 raise UsageError(
                     f"\0model\0: expected {declaration('models', self.model, 'FORM').text}; got {self.model!r}"
                 )
-            others = [*forms("models"), "package.module:factory", "file.py:factory"]
+            others = [*list_forms("models"), "package.module:factory", "file.py:factory"]
             check_name("networks", self.model, option="\0model\0", also=others)
         given = [name for name in ("base_model", "feature_node", "allow_download") if getattr(self, name)]
         if self.model is not None and given and not has_name("models", self.model.partition(":")[0]):
-            raise UsageError(f"\0{given[0]}\0 needs a saved model: \0model\0 {', '.join(forms('models'))}")
+            raise UsageError(f"\0{given[0]}\0 needs a saved model: \0model\0 {', '.join(list_forms('models'))}")
         if self.autocast is not None and self.model in (None, NO_NETWORK):
             raise UsageError("\0autocast\0 needs a network")
         if self.model == NO_NETWORK and self.state is not None:
@@ -205,7 +205,7 @@ def _class_names(text: str) -> tuple[str, ...]:
     names = tuple(name for line in lines if (name := line.strip()))
     twice = [name for place, name in enumerate(names) if name in names[:place]]
     if len(names) < 2 or twice:
-        found = f"{quoted(twice[0])} twice" if twice else listed(names) or "none"
+        found = f"{quote_name(twice[0])} twice" if twice else format_names(names) or "none"
         raise UsageError(
             f"\0classes\0: expected the names of at least two classes, in the order of the network's outputs; got {found}",
             hint="give a file with one name per line, or a,b,c",
@@ -236,16 +236,16 @@ COMMAND = Command(
 
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split, and the network as trained as the posterior `map`."""
-    from bnncli.commands.extract_features.arrays import from_arrays
+    from bnncli.commands.extract_features.arrays import extract_from_arrays
     from bnncli.commands.extract_features.network import lend_to_first
-    from bnncli.commands.extract_features.splits import fill_in_recorded, saved_model, suggest_own_model
+    from bnncli.commands.extract_features.splits import fill_in_recorded, open_saved_model, suggest_own_model
 
     options = fill_in_recorded(run, options)
-    saved = saved_model(run, options)
+    saved = open_saved_model(run, options)
     has_own = own_files(saved, Path(run.arguments["ckpt"])) is not None
     run.is_named = options.from_npz is not None or options.model == NO_NETWORK or has_own
     if options.from_npz is not None:
-        result = from_arrays(run, options)
+        result = extract_from_arrays(run, options)
         _report_fits(run, result, lambda name: "features or a head of another network")
         return result
     others = worker_pool()
@@ -270,7 +270,7 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
     extraction = NetworkExtraction(run, options, saved)
     note_changed(run, extraction.requests)
     result = extraction.result(also=map_of)
-    _report_fits(run, result, partial(_causes, extraction))
+    _report_fits(run, result, partial(_list_causes, extraction))
     return result
 
 
@@ -281,7 +281,7 @@ def _report_fits(run: Run, result: Result, causes: Callable[[str], str]) -> None
         causes: returns what may be wrong with the inputs of a split.
     """
     written = [] if run.write.dry_run else [Path(one["path"]) for one in result.outputs if one["role"] != "map"]
-    found = {path.stem: fit for path in written if (fit := recorded_fit(read_header(path))) is not None}
+    found = {path.stem: fit for path in written if (fit := read_recorded_fit(read_header(path))) is not None}
     if not found:
         return
     result.extra["network_fit"] = {name: fit.to_json() for name, fit in found.items()}
@@ -297,7 +297,7 @@ def _report_fits(run: Run, result: Result, causes: Callable[[str], str]) -> None
         )
 
 
-def _causes(extraction: NetworkExtraction, name: str) -> str:
+def _list_causes(extraction: NetworkExtraction, name: str) -> str:
     """Return what may be wrong with the inputs of a split."""
     split = next(one for one in extraction.splits if one.name == name)
     if split.preprocess.transform is None:

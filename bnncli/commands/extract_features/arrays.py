@@ -13,17 +13,17 @@ from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, encode_names, hea
 from bnncli.artifacts.posteriors import gradient_passes, write_posterior
 from bnncli.artifacts.provenance import Source
 from bnncli.commands.extract_features.splits import (
+    add_head,
     check_same_head,
     check_two_classes,
+    choose_likelihood,
     combine_results,
-    head_of,
+    drop_rows,
     hold_out_seed,
-    likelihood_beside,
     note_changed,
     prepare_split,
     settle,
     split_request,
-    without_rows,
 )
 from bnncli.data.arrays import FeatureArrays, read_feature_arrays
 from bnncli.data.pixels import Preprocess
@@ -36,7 +36,7 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.point import Point
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import head_theta
-from bnncli.session.produce import Computed, Request, Work, produce
+from bnncli.session.produce import ComputationOutput, Request, Work, produce
 from bnncli.session.run import Result, Run
 from bnncli.session.splits import check_outputs
 
@@ -68,17 +68,17 @@ class ReadyHead:
         return (logits if self.bias is None else logits + self.bias).astype(np.float32)
 
 
-def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
+def extract_from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split of the npz file and, where a head is known, the network as trained."""
     splits, arrays = open_ready_splits(options, seed=hold_out_seed(run))
     if arrays.head_weight is None:
-        head = head_of_run(run, splits, arrays.num_features)
+        head = read_head_of_run(run, splits, arrays.num_features)
     else:
         head = ReadyHead(arrays.head_weight, arrays.head_bias)
     names = [split.name for split in splits]
     likelihood = arrays.likelihood
     if options.task is None:
-        likelihood = likelihood_beside(run, likelihood, names, [split for split in splits if split.is_labeled])
+        likelihood = choose_likelihood(run, likelihood, names, [split for split in splits if split.is_labeled])
     widths = [split.num_labels for split in splits if split.num_labels is not None]
     if head is None and options.task == BINARY:
         likelihood = BINARY
@@ -110,7 +110,7 @@ def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     ]
 
     def also() -> list[Result]:
-        return [] if head is None else [make_map(run, options, head_of(run, names[0], heads), None)]
+        return [] if head is None else [make_map(run, options, add_head(run, names[0], heads), None)]
 
     return combine_results(run, settle(run, works, also=also))
 
@@ -166,7 +166,7 @@ def open_ready_splits(options: ExtractFeaturesOptions, *, seed: int) -> tuple[li
     return sorted(splits.values(), key=lambda split: split.name != "train"), arrays
 
 
-def head_of_run(run: Run, splits: list[InputSplit], num_features: int) -> ReadyHead | None:
+def read_head_of_run(run: Run, splits: list[InputSplit], num_features: int) -> ReadyHead | None:
     """Return the head of the run's other splits, for an npz file without one; None where they have none.
 
     Raises:
@@ -198,7 +198,7 @@ def _compute_split(
     likelihood: str | None,
     names: list[str],
     heads: dict[str, FeatureFile],
-) -> Computed:
+) -> ComputationOutput:
     features = np.asarray(split.dataset.read(split.rows)[0])
     content = FeatureFile(
         name=split.name,
@@ -213,7 +213,7 @@ def _compute_split(
         names=encode_names(split.names),
         likelihood=likelihood,
     )
-    heads[split.name] = without_rows(content)
+    heads[split.name] = drop_rows(content)
     check_same_head(run, content, names, None, {})
     preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
     return prepare_split(run, content, preprocess, None, split.order_digest, split.spec)
@@ -235,7 +235,7 @@ def make_map(
         target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, lambda: size
     )
 
-    def compute() -> Computed:
+    def compute() -> ComputationOutput:
         theta = head_theta(weight, bias)
         assert theta is not None
         tensors, meta = Point(theta, layout).to_tensors()
@@ -246,6 +246,6 @@ def make_map(
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
             return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
 
-        return Computed(publish)
+        return ComputationOutput(publish)
 
     return produce(run, request, compute)

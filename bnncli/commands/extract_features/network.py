@@ -12,39 +12,39 @@ import numpy as np
 
 from bnncli.artifacts.features import DataFacts, FeatureFile, encode_names
 from bnncli.commands.extract_features.splits import (
+    add_head,
     check_same_head,
     check_two_classes,
-    class_names,
+    choose_class_names,
     combine_results,
-    data_notes,
-    head_of,
+    drop_rows,
+    find_likelihood,
     hold_out_seed,
-    input_notes,
     keep_unfinished,
-    likelihood_of_splits,
+    list_data_notes,
+    list_input_notes,
     model_identity,
+    parse_shift,
     prepare_split,
-    requested_shift,
     settle,
     shared_params,
     split_request,
     transform_json,
-    without_rows,
 )
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit
 from bnncli.errors import BnnError, DataError
 from bnncli.lazy import torch
 from bnncli.models import PublishedModel, SavedModel
-from bnncli.models.features import ExtractedFeatures, collect, padding_warning
+from bnncli.models.features import ExtractedFeatures, collect, describe_padding_effect
 from bnncli.models.head import Head, check_link
-from bnncli.names import listed, percent
+from bnncli.names import format_names, percent
 from bnncli.options.shared import NO_NETWORK
 from bnncli.progress import SILENT
 from bnncli.session import network as turns
-from bnncli.session.network import FeatureStore, Network, recorded_checkpoint
-from bnncli.session.network_fit import NetworkFit, fit_of, unlike_inputs
-from bnncli.session.produce import Computed, Request, Work
+from bnncli.session.network import FeatureStore, Network, find_recorded_checkpoint
+from bnncli.session.network_fit import NetworkFit, describe_input_differences, fit_of
+from bnncli.session.produce import ComputationOutput, Request, Work
 from bnncli.session.run import Result, Run, own_files
 from bnncli.session.splits import check_network_file, check_outputs, open_splits, shift_params, user_sources
 from bnncli.system.workers import Team, worker_pool
@@ -80,7 +80,7 @@ class NetworkFeatures:
         opened: Network | None = None,
     ) -> None:
         self.options, self.splits, self.likelihood = options, splits, likelihood
-        self.network = network_of(run, options, saved) if opened is None else opened
+        self.network = open_network(run, options, saved) if opened is None else opened
         self._stores: list[FeatureStore] = []
 
     @property
@@ -113,12 +113,14 @@ class NetworkFeatures:
     def classes(self) -> list[str]:
         """Return the names of the classes; without a head, as many as the data show."""
         if self.head is not None:
-            names = class_names(self.splits, self.head.layout.num_classes, self.network.saved, self.options.class_names)
+            names = choose_class_names(
+                self.splits, self.head.layout.num_classes, self.network.saved, self.options.class_names
+            )
             if isinstance(self.network.saved, PublishedModel) and self.network.saved.published_classes(len(names)) == (
                 *names,
             ):
                 self.network.run.console.info(
-                    f"using the class names of the published weights: {listed(names, limit=3)}"
+                    f"using the class names of the published weights: {format_names(names, limit=3)}"
                 )
             return names
         names = self._classes_from_data()
@@ -131,7 +133,7 @@ class NetworkFeatures:
             return list(self.options.class_names)
         named = [split for split in self.splits if split.classes and not split.is_ood]
         if named:
-            return class_names(self.splits, len(named[0].classes or ()), None, None)
+            return choose_class_names(self.splits, len(named[0].classes or ()), None, None)
         widths = [split.num_labels for split in self.splits if split.num_labels is not None]
         if widths:
             return [str(index) for index in range(widths[0])]
@@ -287,7 +289,7 @@ class NetworkFeatures:
             )
         for note in whole.images.notes(split.name, len(split), split.preprocess):
             console.info(note)
-        if (warning := padding_warning(split.name, whole.padding)) is not None:
+        if (warning := describe_padding_effect(split.name, whole.padding)) is not None:
             console.warn(warning)
 
 
@@ -319,7 +321,7 @@ class NetworkExtraction:
             seed=hold_out_seed(self.run),
             memory=self._known,
             ood=self.options.ood,
-            shift=requested_shift(self.run, self.options),
+            shift=parse_shift(self.run, self.options),
             classes=self.options.class_names,
         )
 
@@ -342,13 +344,15 @@ class NetworkExtraction:
         """
 
         def beside() -> list[Result]:
-            return also(head_of(self.run, self.splits[0].name, self._heads), self._record)
+            return also(add_head(self.run, self.splits[0].name, self._heads), self._record)
 
         pairs = zip(self.splits, self.requests, strict=True)
         works = [Work(request, partial(self._extract, split, request)) for split, request in pairs]
         with keep_unfinished(self._network):
             results = settle(self.run, works, also=beside)
-        for warning in () if self.run.write.dry_run else unlike_inputs(self.run, [one.name for one in self.splits]):
+        for warning in (
+            () if self.run.write.dry_run else describe_input_differences(self.run, [one.name for one in self.splits])
+        ):
             self.run.console.warn(warning)
         for split in self.splits if not self.run.write.dry_run else ():
             self._known(split.name).keep()
@@ -361,7 +365,7 @@ class NetworkExtraction:
 
     @cached_property
     def _likelihood(self) -> str | None:
-        return likelihood_of_splits(self.run, self.options, self.saved, self.splits)
+        return find_likelihood(self.run, self.options, self.saved, self.splits)
 
     def _open_network(self) -> NetworkFeatures:
         """Open the network, its checkpoint read, and start the other workers."""
@@ -377,7 +381,7 @@ class NetworkExtraction:
         if self.options.model == NO_NETWORK:
             return None
         run = self.run
-        recorded = recorded_checkpoint(run, own_files(self.saved, run.checkpoint_path), state=self.options.state)
+        recorded = find_recorded_checkpoint(run, own_files(self.saved, run.checkpoint_path), state=self.options.state)
         if recorded is None:
             names = {split.name for split in self.splits}
             if not run.write.dry_run and not names & {*run.folder.splits()}:  # else the existing splits refuse first
@@ -385,7 +389,7 @@ class NetworkExtraction:
             recorded = self._network().record
         return recorded
 
-    def _extract(self, split: InputSplit, request: Request) -> Computed:
+    def _extract(self, split: InputSplit, request: Request) -> ComputationOutput:
         run, network = self.run, self._network()
         if network.record != self._record:
             message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
@@ -393,13 +397,13 @@ class NetworkExtraction:
         names, shared = [one.name for one in self.splits], shared_params(self.options, self.saved, self._likelihood)
         check_same_head(run, network.unread(split), names, self._record, shared)
         content, preprocess, layer, statistics = network.features(split, request)
-        self._heads[split.name] = without_rows(content)
+        self._heads[split.name] = drop_rows(content)
         check_same_head(run, content, names, self._record, shared)  # again, now with labels
         is_shifted = split.shift is not None
         computed = prepare_split(
             run, content, preprocess, layer, split.order_digest, split.spec, is_shifted, statistics
         )
-        computed.summary.extend([*data_notes(split), *input_notes(split, content)])
+        computed.summary.extend([*list_data_notes(split), *list_input_notes(split, content)])
         return computed
 
     def _params(self, split: InputSplit) -> dict[str, Any]:
@@ -451,13 +455,13 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         seed=hold_out_seed(run),
         memory=lambda name: DataFacts(run.folder.features(name)),
         ood=options.ood,
-        shift=requested_shift(run, options),
+        shift=parse_shift(run, options),
         classes=options.class_names,
     )
 
     if not turns.has_begun(crew):
         return Result()
-    network = network_of(run, options, saved)
+    network = open_network(run, options, saved)
     head, by_name = network.head(splits[0]), {split.name: split for split in splits}
     for order in turns.orders(crew):
         split = by_name[order.split]
@@ -476,7 +480,7 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
     return Result()
 
 
-def network_of(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Network:
+def open_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Network:
     """Open the network and read its checkpoint. Raises what Network.of raises."""
     assert options.model is not None
     of, layer, output = options.model, options.last_layer, options.output

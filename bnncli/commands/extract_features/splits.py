@@ -22,27 +22,27 @@ from bnncli.artifacts.freshness import (
     request_digest,
     write_note,
 )
-from bnncli.artifacts.headers import Header, interpreting
-from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, trained_header
+from bnncli.artifacts.headers import Header, convert_lookup_errors
+from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, read_trained_header
 from bnncli.artifacts.provenance import Source
-from bnncli.commands.inspect import recognised_model
+from bnncli.commands.inspect import recognise_model
 from bnncli.data.labels import alphabetical_numbering, columns_of_classes, common_task, is_multi_label
 from bnncli.data.shift import Shift
 from bnncli.data.splits import InputSplit
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
-from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
+from bnncli.likelihoods import BINARY, MULTILABEL, read_recorded_name
 from bnncli.models import PublishedModel, SavedModel, is_kind
 from bnncli.numerics.random import stream_seed
 from bnncli.options.command import CommandLine
-from bnncli.options.declaration import spelled
+from bnncli.options.declaration import spell_options
 from bnncli.options.shared import EITHER, NO_NETWORK
 from bnncli.registry import own_names
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import run_classes
 from bnncli.session.network_fit import fit_of
-from bnncli.session.produce import Computed, Request, Work, produce_together
-from bnncli.session.run import Result, Run, opened_model
-from bnncli.session.splits import shared_rows, shift_of
+from bnncli.session.produce import ComputationOutput, Request, Work, produce_together
+from bnncli.session.run import Result, Run, open_requested_model
+from bnncli.session.splits import describe_shared_rows, shift_of
 
 if TYPE_CHECKING:
     from bnncli.commands.extract_features import ExtractFeaturesOptions
@@ -70,7 +70,7 @@ _WITH_TRANSFORM = ("hf", "peft", "timm")
 def _own_model_line(run: Run, options: ExtractFeaturesOptions) -> CommandLine | None:
     """Return the command with CKPT as its own model; None where CKPT is not recognised or is named already."""
     path = Path(run.arguments["ckpt"])
-    found = recognised_model(path) if path.exists() else None
+    found = recognise_model(path) if path.exists() else None
     if found is None or not is_kind(found[0]) or found[0] == options.model:
         return None
     if found[0].partition(":")[2] != str(path):  # CKPT holds weights for that network
@@ -84,12 +84,12 @@ def _own_model_line(run: Run, options: ExtractFeaturesOptions) -> CommandLine | 
 _OF_SAVED_MODELS = ("base_model", "feature_node")
 
 
-def saved_model(run: Run, options: ExtractFeaturesOptions) -> SavedModel | None:
+def open_saved_model(run: Run, options: ExtractFeaturesOptions) -> SavedModel | None:
     """Open a model named as KIND:PLACE; return None for any other. Raises what open_model raises."""
     if options.model is None and options.from_npz is None:
         raise _no_model_error(run, options)
     asked = {name: getattr(options, name) for name in _OF_SAVED_MODELS}
-    return opened_model(options.model, options.model_arg, **asked, allow_download=options.allow_download)
+    return open_requested_model(options.model, options.model_arg, **asked, allow_download=options.allow_download)
 
 
 def _no_model_error(run: Run, options: ExtractFeaturesOptions) -> UsageError:
@@ -102,7 +102,7 @@ def _no_model_error(run: Run, options: ExtractFeaturesOptions) -> UsageError:
             f"{path.name} was trained with a network from your own code; to run it, name the network with \0model\0"
         )
         return UsageError(message, hint=trained.pasted() + ("" if is_complete else " \0data\0 SPLIT=SPEC"))
-    found = recognised_model(path) if path.exists() else None
+    found = recognise_model(path) if path.exists() else None
     if found is None:
         return UsageError(EITHER)
     model, line = found
@@ -111,7 +111,7 @@ def _no_model_error(run: Run, options: ExtractFeaturesOptions) -> UsageError:
 
 def _own_code_line(run: Run) -> CommandLine | None:
     """Return the command with the user's own network that train recorded; None where the checkpoint records none."""
-    header = trained_header(Path(run.arguments["ckpt"]))
+    header = read_trained_header(Path(run.arguments["ckpt"]))
     if header is None:
         return None
     line = run.line
@@ -120,7 +120,7 @@ def _own_code_line(run: Run) -> CommandLine | None:
     return line
 
 
-def class_names(
+def choose_class_names(
     splits: list[InputSplit], num_classes: int, saved: SavedModel | None, given: tuple[str, ...] | None
 ) -> list[str]:
     """Return the names given, else the model's, the data's or the published weights', else 0, 1, 2, ...
@@ -153,7 +153,7 @@ def class_names(
     return [str(index) for index in range(num_classes)] if published is None else list(published)
 
 
-def data_notes(split: InputSplit) -> list[str]:
+def list_data_notes(split: InputSplit) -> list[str]:
     """Return notes on files left out, rows without labels, how class names were numbered, and columns that look like labels."""
     note = getattr(split.dataset, "note", "")
     return [*([f"{split.name}: {note}"] if note else []), *_label_notes(split)]
@@ -170,7 +170,7 @@ def _label_notes(split: InputSplit) -> list[str]:
     return [note] if columns else []
 
 
-def input_notes(split: InputSplit, content: FeatureFile) -> list[str]:
+def list_input_notes(split: InputSplit, content: FeatureFile) -> list[str]:
     """Return notes on inputs that the model's own preprocessing truncated or passed through."""
     transform = split.preprocess.transform
     if transform is None:
@@ -192,7 +192,7 @@ def input_notes(split: InputSplit, content: FeatureFile) -> list[str]:
     ]
 
 
-def likelihood_of_splits(
+def find_likelihood(
     run: Run,
     options: ExtractFeaturesOptions,
     saved: SavedModel | None,
@@ -211,7 +211,7 @@ def likelihood_of_splits(
     found = common_task(labels, task)
     if task == BINARY and options.model == NO_NETWORK:
         return BINARY
-    return found if task is not None else likelihood_beside(run, found, [split.name for split in splits], labels)
+    return found if task is not None else choose_likelihood(run, found, [split.name for split in splits], labels)
 
 
 def _check_model_task(task: str, labels: Mapping[str, np.ndarray | None]) -> None:
@@ -231,18 +231,18 @@ def _check_model_task(task: str, labels: Mapping[str, np.ndarray | None]) -> Non
             )
 
 
-def likelihood_beside(run: Run, found: str | None, names: Collection[str], labels: Collection[object]) -> str | None:
+def choose_likelihood(run: Run, found: str | None, names: Collection[str], labels: Collection[object]) -> str | None:
     """Return the likelihood `found` from the labels, if there are any, else that of the run's other splits."""
-    of_run = likelihood_of_run(run, names)
+    of_run = read_likelihood(run, names)
     return found if labels and of_run != BINARY else of_run
 
 
-def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
+def read_likelihood(run: Run, without: Collection[str]) -> str | None:
     """Return the likelihood's name that a run's other splits record; None where they record none."""
     for name in run.folder.splits():
         if name not in without:
             try:
-                found = recorded_name(read_header(run.folder.features(name)).meta)
+                found = read_recorded_name(read_header(run.folder.features(name)).meta)
             except NOT_OF_CONTENT:
                 raise
             except BnnError:  # reported by commands that use that split
@@ -290,7 +290,7 @@ def hold_out_seed(run: Run) -> int:
     return stream_seed(run.compute.seed, "extract-features/hold-out")
 
 
-def requested_shift(run: Run, options: ExtractFeaturesOptions) -> Shift | None:
+def parse_shift(run: Run, options: ExtractFeaturesOptions) -> Shift | None:
     """Return the rotation or corruption of the images; None without one."""
     return shift_of({"rotate": options.rotate, "corrupt": options.corrupt, "seed": run.compute.seed})
 
@@ -332,7 +332,7 @@ def prepare_split(
     source: str,
     is_shifted: bool = False,
     input_statistics: dict[str, Any] | None = None,
-) -> Computed:
+) -> ComputationOutput:
     """Check a split, measure how well the network fits its labels, and return it ready to be published."""
     target = run.folder.features(content.name)
     check_split(target, content)
@@ -357,15 +357,15 @@ def prepare_split(
             input_statistics=input_statistics,
         )
 
-    return Computed(publish, summary=summary)
+    return ComputationOutput(publish, summary=summary)
 
 
-def without_rows(content: FeatureFile) -> FeatureFile:
+def drop_rows(content: FeatureFile) -> FeatureFile:
     """Return a split's head, classes and width, without its examples."""
     return replace(content, features=content.features[:0].copy(), labels=None, names=None, sample_id=np.empty(0))
 
 
-def head_of(run: Run, split: str, made: Mapping[str, FeatureFile]) -> FeatureFile:
+def add_head(run: Run, split: str, made: Mapping[str, FeatureFile]) -> FeatureFile:
     """Return a split with its head, as this command made it or as the run has it."""
     return made[split] if split in made else read_features(run.folder.features(split))
 
@@ -376,7 +376,7 @@ def combine_results(run: Run, results: list[Result]) -> Result:
     for result in results:
         total.add(result)
     if not run.write.dry_run:
-        for text in shared_rows(run.folder):
+        for text in describe_shared_rows(run.folder):
             run.console.warn(text)
     if total.action == "up_to_date" and len(total.outputs) > 1:
         total.summary = [f"all {len(total.outputs)} artifacts are up to date"]
@@ -401,7 +401,7 @@ def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]])
     earlier: dict[Path, int | None] = {}
 
     def before(targets: Sequence[Path]) -> None:
-        earlier.update({target: _inode(target) for target in targets})
+        earlier.update({target: _read_inode(target) for target in targets})
         together = {target.stem: digests[target] for target in targets if target in digests}
         for target in targets if len(targets) > 1 else ():
             if target in digests and target.is_file():
@@ -410,7 +410,7 @@ def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]])
     try:
         results = produce_together(run, works, also=also, before=before)
     except BnnError as error:
-        if all(_inode(target) == number for target, number in earlier.items()):  # no file has its name
+        if all(_read_inode(target) == number for target, number in earlier.items()):  # no file has its name
             _note_failures(run, requests, error.message, noted=earlier)
         raise
     if not run.write.dry_run:
@@ -419,7 +419,7 @@ def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]])
     return results
 
 
-def _inode(target: Path) -> int | None:
+def _read_inode(target: Path) -> int | None:
     return target.stat().st_ino if target.exists() else None
 
 
@@ -451,7 +451,7 @@ def _note(run: Run, request: Request, reason: str) -> None:
         return
     digest = request_digest(request.params, request.sources)
     try:
-        write_note(request.target, reason=spelled(reason), request=digest)
+        write_note(request.target, reason=spell_options(reason), request=digest)
     except BnnError as error:  # the command's own error matters more
         run.console.warn(f"cannot record that newer data were requested: {error.message}")
 
@@ -487,8 +487,8 @@ def check_same_head(
     for name in sorted({*run.folder.splits()} - {*names}):
         path = run.folder.features(name)
         header = read_header(path)
-        if header.weights_digest == weights_digest and recorded_name(header.meta) != content.likelihood:
-            there, here = (_TASKS[one] for one in (recorded_name(header.meta), content.likelihood))
+        if header.weights_digest == weights_digest and read_recorded_name(header.meta) != content.likelihood:
+            there, here = (_TASKS[one] for one in (read_recorded_name(header.meta), content.likelihood))
             raise DataError(
                 f"split {name!r} of this run has {there}, but the new one has {here}",
                 code="mixed_options",
@@ -523,7 +523,7 @@ def fill_in_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeatur
     Names in a file are never run as code: the user has to name a network of their own. Warns where a named network gets inputs with
     other preprocessing than in training.
     """
-    header = trained_header(Path(run.arguments["ckpt"])) if options.from_npz is None else None
+    header = read_trained_header(Path(run.arguments["ckpt"])) if options.from_npz is None else None
     if header is None:
         return options
     recorded = _recorded_options(header)
@@ -542,7 +542,7 @@ def fill_in_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeatur
 
 
 def _recorded_options(header: Header) -> dict[str, Any]:
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         params = header.provenance["params"]
         return {name: params[name] for name in RECORDED_NETWORK}
 

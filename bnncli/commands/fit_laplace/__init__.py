@@ -30,7 +30,7 @@ from bnncli.registry import declaring
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, load_split
 from bnncli.session.out_of_fold import VAL, load_fitted, unique_sources
-from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior, span_line, span_to_fit
+from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior, span_line, span_to_fit
 from bnncli.session.produce import Request
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import has_labeled_val, val_lines
@@ -48,20 +48,20 @@ from bnncli.targets.curvature_choice import (
 LOO = "loo"
 
 
-def _named(family: str) -> str:
+def _describe_family(family: str) -> str:
     """List the structures of a family, each with its description."""
     about = {name: registry.declared(family, name, "about") for name in registry.in_order(family)}
     return "; ".join(f"{name} ({text})" if text else name for name, text in about.items())
 
 
-def _structures() -> tuple[str, ...]:
+def _list_structures() -> tuple[str, ...]:
     return "auto", *dict.fromkeys(name for family in reversed(_FAMILIES) for name in registry.in_order(family))
 
 
 def _structure_help() -> str:
     return (
         "Covariance structure; auto takes the richest affordable one, and may compare it with simpler ones on "
-        f"val. Last layer: {_named('curvature')}; other layers: {_named('network_curvature')}."
+        f"val. Last layer: {_describe_family('curvature')}; other layers: {_describe_family('network_curvature')}."
     )
 
 
@@ -69,7 +69,7 @@ def _structure_help() -> str:
 class FitLaplaceOptions(LayersOptions):
     """Options of fit-laplace."""
 
-    structure: str = option("auto", _structure_help, choices=_structures, group="Gaussian")
+    structure: str = option("auto", _structure_help, choices=_list_structures, group="Gaussian")
     center: str | None = option(
         None,
         "Centre of the Gaussian: the exact mode, or the checkpoint's weights. Default: mode for the last layer, "
@@ -308,7 +308,7 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     from bnncli.commands.fit_laplace.network import prepare_network
 
     train = load_fitted(run, options.fit_on)
-    criterion = _criterion(run, options, train)
+    criterion = _choose_criterion(run, options, train)
     val = load_split(run, "val") if criterion == "val" or has_labeled_val(run) else None
     run.require_device()
     prepare = _last_layer if options.is_last_layer else prepare_network
@@ -332,7 +332,7 @@ _WITHOUT_VAL = {
 }
 
 
-def _criterion(run: Run, options: FitLaplaceOptions, train: Split) -> str:
+def _choose_criterion(run: Run, options: FitLaplaceOptions, train: Split) -> str:
     """Return how the prior precision is chosen: number, val, loo or marglik."""
     criterion, num_outputs = options.prior_precision, train.layout.num_outputs
     if options.precision_per == "layer":
@@ -349,7 +349,7 @@ def _criterion(run: Run, options: FitLaplaceOptions, train: Split) -> str:
 
 def _last_layer(
     run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
-) -> tuple[Request, Callable[[], Fitted]]:
+) -> tuple[Request, Callable[[], FitOutput]]:
     """Return the request for a posterior over the last layer, and the function that fits it."""
     from bnncli.commands.fit_laplace.last_layer import fit_last_layer, structure_to_fit, warn_of_missing_classes
 
@@ -399,7 +399,7 @@ def _last_layer(
         require=require,
     )
 
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         return fit_last_layer(run, options, criterion, structure(), train, val, in_span=span is not None)
 
     return request, fit
@@ -453,7 +453,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         lines.append(f"fitted to {metrics['fit_on']}; scores on val are {metrics['num_folds']}-fold cross-validated")
     if "effective_params" in metrics and "subnetwork_size" not in metrics:
         lines.append(
-            f"the data determine about {rounded(metrics['effective_params'])} parameters (the effective number); "
+            f"the data determine about {format_count(metrics['effective_params'])} parameters (the effective number); "
             "all other directions keep the prior's variance"
         )
     if "layer_precisions" in metrics:
@@ -480,7 +480,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
             "factors and use only their diagonal"
         )
     if "subnetwork_size" in metrics:
-        lines += _subnetwork(metrics)
+        lines += _describe_subnetwork(metrics)
     if "mode_passes" in metrics:
         chosen = "; the prior precision was chosen around the checkpoint's weights"
         lines.append(
@@ -508,12 +508,12 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def rounded(count: float) -> str:
+def format_count(count: float) -> str:
     """Format a count that need not be whole with three significant digits, or all digits before the point."""
     return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
 
 
-def _subnetwork(metrics: dict[str, Any]) -> list[str]:
+def _describe_subnetwork(metrics: dict[str, Any]) -> list[str]:
     """Return lines on which parameters vary and how many of them the data inform."""
     each = ", ".join(f"{name} {count:,}" for name, count in metrics["subnetwork_params"].items())
     lines = [

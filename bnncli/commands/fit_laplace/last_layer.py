@@ -43,10 +43,10 @@ from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
 from bnncli.registry import declaring
 from bnncli.session.inputs import Split
-from bnncli.session.out_of_fold import VAL, GaussianFolds, fitted_rows
-from bnncli.session.posteriors import Cost, Fitted, row_space, span_metrics
+from bnncli.session.out_of_fold import VAL, GaussianFolds, select_fitted_rows
+from bnncli.session.posteriors import Cost, FitOutput, row_space, span_metrics
 from bnncli.session.run import Run
-from bnncli.session.states import fresh_posterior, to_predict
+from bnncli.session.states import advise_predict, fresh_posterior
 from bnncli.session.val_report import measure_on_val, warn_if_worse
 from bnncli.system.devices import estimate_speed
 from bnncli.system.memory import budget, bytes_text
@@ -113,7 +113,7 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
         else:
             measured = (refined.meta["metrics"].get("val") or {}).get("refine")
             if measured and measured["nll"] < metrics["val"]["laplace"]["nll"]:
-                command = to_predict(run, name, measured["integrator"], is_default=True)
+                command = advise_predict(run, name, measured["integrator"], is_default=True)
                 also.append(f"{command} ({measured['nll']:.4f})")
     warn_if_worse(run, path, metrics, method="laplace", also=also)
 
@@ -195,7 +195,7 @@ def fit_last_layer(
     *,
     in_span: bool,
     only_draws: bool = False,
-) -> Fitted:
+) -> FitOutput:
     """Fit the Gaussian, search for its prior precision where none is given, and measure it on val.
 
     Args:
@@ -279,7 +279,7 @@ def fit_last_layer(
     }
     if by_fold is not None:
         tensors |= by_fold.to_tensors()
-    return Fitted(tensors, meta, metrics, train)
+    return FitOutput(tensors, meta, metrics, train)
 
 
 _MEMORISED = 1 / 3  # ratio of the NLL on train to that on val
@@ -323,10 +323,10 @@ def _priors(
     left_out = [] if folds is None else [folds == place for place in range(int(folds.max()) + 1)]
     if options.prior_mean == "zero":
         return [prior] * (1 + len(left_out))
-    return [prior.with_mean(scale * train.start(), scale) for scale in _mean_scales(run, val, left_out)]
+    return [prior.with_mean(scale * train.start(), scale) for scale in _compute_mean_scales(run, val, left_out)]
 
 
-def _mean_scales(run: Run, val: Split | None, left_out: Sequence[Tensor]) -> list[float]:
+def _compute_mean_scales(run: Run, val: Split | None, left_out: Sequence[Tensor]) -> list[float]:
     """Return one over the best temperature of the network's logits on val, then the same without each set of rows.
 
     Args:
@@ -350,7 +350,7 @@ def _mean_scales(run: Run, val: Split | None, left_out: Sequence[Tensor]) -> lis
     return scales
 
 
-class Searched(NamedTuple):
+class SearchExamples(NamedTuple):
     """The examples that a search for the prior precision reads.
 
     Args:
@@ -395,11 +395,11 @@ def _fit_on_train(
         fit = fit_gaussian(target, structure=structure, center=center, start=start, progress=run.console)
         return fit, None, None, {}
     if criterion == "loo":
-        searched = Searched(target, LeftOutExamples.of(target, run.stream("fit-laplace/loo")), {})
+        searched = SearchExamples(target, LeftOutExamples.of(target, run.stream("fit-laplace/loo")), {})
     elif lift is None:
         searched = _examples_to_search(run, target, held_out, val, center=center)
     else:
-        searched = Searched(target, held_out, {})
+        searched = SearchExamples(target, held_out, {})
 
     def search_by(
         by: str, structure: str, start: Tensor, generator: torch.Generator, bounds: tuple[float, float] = BOUNDS
@@ -454,9 +454,9 @@ def _fit_on_train(
 
 def _examples_to_search(
     run: Run, target: LastLayerTarget, held_out: HeldOutFeatures | None, val: Split | None, *, center: str
-) -> Searched:
+) -> SearchExamples:
     """Return the examples that a search reads, and note where it reads only a part. Without held_out it reads all."""
-    everything = Searched(target, held_out, {})
+    everything = SearchExamples(target, held_out, {})
     if held_out is None or val is None:
         return everything
     sizes = {"train": target.num_examples, "val": len(val.stored)}
@@ -470,7 +470,7 @@ def _examples_to_search(
     )
     if center != "mode":  # no modes are searched for, and the one Hessian is that of all examples
         rows = replace(rows, train=None)
-    counts = _counts(rows)
+    counts = _count_rows(rows)
     if not counts:
         is_large = center == "mode" and is_short_search(
             sizes["train"], num_params=target.layout.num_params, device=target.device
@@ -482,7 +482,7 @@ def _examples_to_search(
         return everything._replace(is_large=is_large)
     part = " and ".join(f"{count:,} of {sizes[name]:,} examples of {name}" for name, count in counts.items())
     run.console.info(f"searching for the prior precision with {part}; the final fit uses all")
-    return Searched(
+    return SearchExamples(
         target if rows.train is None else target.some(rows.train),
         held_out if rows.val is None else target.held_out(val.stored[rows.val], val.labels(rows.val.device)[rows.val]),
         _count_metrics(counts),
@@ -491,7 +491,7 @@ def _examples_to_search(
     )
 
 
-def _counts(rows: SearchRows) -> dict[str, int]:
+def _count_rows(rows: SearchRows) -> dict[str, int]:
     parts = {"train": rows.train, "val": rows.val}
     return {name: len(part) for name, part in parts.items() if part is not None}
 
@@ -656,7 +656,7 @@ def _fit_with_folds(
         with the number of examples that the search read, for splits that it read only in part.
     """
     rows = SearchRows(None, None) if in_span else _rows_to_search(run, target, len(folds))
-    counts = _counts(rows)
+    counts = _count_rows(rows)
     found: FoldSearch | PriorSearch | None = None
     if criterion == "val":
         is_large = not in_span and (
@@ -664,7 +664,7 @@ def _fit_with_folds(
             or is_short_search(target.num_examples, num_params=target.layout.num_params, device=target.device)
         )
         found = search_folds(
-            [_fold(target, folds, place, prior, rows) for place, prior in enumerate(priors)],
+            [_build_fold(target, folds, place, prior, rows) for place, prior in enumerate(priors)],
             start=start,
             generator=run.stream("fit-laplace/val"),
             structure="kron"
@@ -692,7 +692,9 @@ def _fit_with_folds(
         precision = target.prior.weight_precision
         modes = []
         for place, prior in enumerate(priors):
-            fold = _fold(target, folds, place, prior.with_weight_precision(precision), SearchRows(None, None)).target
+            fold = _build_fold(
+                target, folds, place, prior.with_weight_precision(precision), SearchRows(None, None)
+            ).target
             modes.append(find_suitable_mode(fold, fit.gaussian.mean, progress=run.console).theta)
     return fit, found, torch.stack(modes), _count_metrics(counts)
 
@@ -714,11 +716,11 @@ def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRo
     return found
 
 
-def _fold(target: LastLayerTarget, folds: Tensor, place: int, prior: Prior, rows: SearchRows) -> Fold:
+def _build_fold(target: LastLayerTarget, folds: Tensor, place: int, prior: Prior, rows: SearchRows) -> Fold:
     """Return the target without the rows of one fold, restricted to the rows that the search reads."""
     first = target.num_examples - len(folds)
     own = (folds == place).nonzero()[:, 0]
-    fitted = fitted_rows(folds, place, target.num_examples)
+    fitted = select_fitted_rows(folds, place, target.num_examples)
     if rows.train is not None:
         fitted = fitted[torch.isin(fitted, rows.train)]
     judged = own if rows.val is None else own[torch.isin(own, rows.val)]

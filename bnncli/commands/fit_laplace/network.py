@@ -27,7 +27,7 @@ from bnncli.posteriors.linear_draws import LinearDraws
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split
 from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
-from bnncli.session.posteriors import Cost, Fitted, posterior_request
+from bnncli.session.posteriors import Cost, FitOutput, posterior_request
 from bnncli.session.produce import Request
 from bnncli.session.run import Run
 from bnncli.targets.curvature_choice import HESSIAN, kinds_of, structures_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 def prepare_network(
     run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
-) -> tuple[Request, Callable[[], Fitted]]:
+) -> tuple[Request, Callable[[], FitOutput]]:
     """Return the request for a posterior over the network's chosen parameters, and the function that fits it."""
     if train.content.head_weight is None:
         raise UsageError(f"--layers {options.layers}: this run has only features, no network")
@@ -51,9 +51,9 @@ def prepare_network(
     warn_of_missing_classes(run, used)
 
     @cache
-    def prepared() -> Prepared:
+    def prepared() -> PlannedFit:
         structures = [name for name in structures_of(is_last_layer=False) if options.curvature in kinds_of(name)]
-        return prepare(run, options, criterion, train, val, structures=structures)
+        return plan_fit(run, options, criterion, train, val, structures=structures)
 
     def estimated_bytes() -> int:
         if request.target.is_file() and not run.write.force:
@@ -73,14 +73,14 @@ def prepare_network(
     )
 
     @cache
-    def fit() -> Fitted:
+    def fit() -> FitOutput:
         return fit_network(run, options, criterion, train, val, prepared=prepared())
 
     return request, fit
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PlannedFit:
     """A fit that has been planned but has not read its data.
 
     Attributes:
@@ -98,9 +98,9 @@ class Prepared:
     num_kept: int
 
 
-def prepare(
+def plan_fit(
     run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, structures: list[str]
-) -> Prepared:
+) -> PlannedFit:
     """Plan a fit from the network and the first example.
 
     Raises:
@@ -130,12 +130,12 @@ def prepare(
             )
         planned = plan.require_fit(structure, run.device)
         num_kept = held if plan.kept_bytes(structure, run.device) else 0
-    return Prepared(reader, plan, structure, planned, num_kept)
+    return PlannedFit(reader, plan, structure, planned, num_kept)
 
 
 def fit_network(
-    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, prepared: Prepared
-) -> Fitted:
+    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, prepared: PlannedFit
+) -> FitOutput:
     """Fit the Gaussian, or draw from it, and measure it on val."""
     reader, structure, network = prepared.reader, prepared.structure, prepared.plan.layout.network
     assert network is not None
@@ -179,7 +179,7 @@ def fit_network(
         "param_layout": fit.gaussian.layout.to_json(),
         "curve": [list(point) for point in found.curve] if found else None,
     }
-    return Fitted(tensors, meta, metrics, train)
+    return FitOutput(tensors, meta, metrics, train)
 
 
 def _fit_gaussian(

@@ -15,16 +15,16 @@ from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.names import counted
 from bnncli.options.command import Argument, Command, CommandLine, CommonOptions
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.session.run import Result, Run, Table
 
 if TYPE_CHECKING:
     from bnncli.commands.grid.plan import Job
-    from bnncli.commands.grid.running import Ended, Journal
+    from bnncli.commands.grid.running import Journal, LineEnd
 
 
 @dataclass(frozen=True)
-class GridOptions(Checked):
+class GridOptions(CheckedOptions):
     """Options of grid."""
 
     jobs: int | None = option(
@@ -91,7 +91,7 @@ _HELD = (
 
 def run(run: Run, options: GridOptions) -> Result:
     """Run the lines, or print them with --dry-run. The result says how each ended."""
-    from bnncli.commands.grid.plan import places_of, plan_jobs, read_grid
+    from bnncli.commands.grid.plan import list_places, plan_jobs, read_grid
     from bnncli.commands.grid.running import Journal, Schedule, check_apart
 
     file = Path(run.arguments["file"])
@@ -99,11 +99,11 @@ def run(run: Run, options: GridOptions) -> Result:
     jobs = plan_jobs(grid)
     check_apart(grid, jobs)
     if options.slurm:
-        return _for_slurm(run, jobs, file)
-    places = places_of(options, jobs)
+        return _write_slurm_script(run, jobs, file)
+    places = list_places(options, jobs)
     folder = file.with_name(f"{file.name}.grid") if options.dir is None else Path(options.dir)
     if options.dry_run:
-        return _planned(run, jobs, Journal.read(folder, run))
+        return _build_plan_result(run, jobs, Journal.read(folder, run))
     check_writable(folder, hint="choose another place with \0dir\0")
     with artifact_lock(folder / ".lock", wait=_WAIT, poll=run.console.poll, held=_HELD):
         journal = Journal.read(folder, run)
@@ -115,12 +115,12 @@ def run(run: Run, options: GridOptions) -> Result:
     return _result(run, jobs, ended, journal)
 
 
-def _for_slurm(run: Run, jobs: list[Job], file: Path) -> Result:
+def _write_slurm_script(run: Run, jobs: list[Job], file: Path) -> Result:
     """Return the script of a Slurm array job."""
-    from bnncli.commands.grid.running import as_run, program
+    from bnncli.commands.grid.running import build_run_line, program
 
-    lines = {job.number: as_run(job, run.console.options.config) for job in jobs}
-    found = script(jobs, lines, file, program=program())
+    lines = {job.number: build_run_line(job, run.console.options.config) for job in jobs}
+    found = build_script(jobs, lines, file, program=program())
     return Result(lines=found, extra={"lines": [job.line.pasted() for job in jobs], "script": "\n".join(found) + "\n"})
 
 
@@ -161,14 +161,14 @@ esac
 exit $code"""
 
 
-def script(jobs: list[Job], lines: Mapping[int, CommandLine], file: Path, *, program: list[str]) -> list[str]:
+def build_script(jobs: list[Job], lines: Mapping[int, CommandLine], file: Path, *, program: list[str]) -> list[str]:
     """Return the lines of the script. A task exits with 3 where one of its lines failed.
 
     Args:
         lines: job number to its command line.
         program: words that run bnncli.
     """
-    parts = chains(jobs)
+    parts = split_chains(jobs)
     num_tasks = min(len(parts), MAX_TASKS)
     words = {
         "name": re.sub(r"[^A-Za-z0-9_.-]", "-", file.stem),
@@ -188,7 +188,7 @@ def script(jobs: list[Job], lines: Mapping[int, CommandLine], file: Path, *, pro
     return [*found, *_TAIL.format(**words).split("\n")]
 
 
-def chains(jobs: list[Job]) -> list[list[Job]]:
+def split_chains(jobs: list[Job]) -> list[list[Job]]:
     """Split the lines into parts that do not wait for each other, each in order."""
     of = list(range(len(jobs)))
 
@@ -208,12 +208,12 @@ def chains(jobs: list[Job]) -> list[list[Job]]:
     return list(found.values())
 
 
-def _planned(run: Run, jobs: list[Job], journal: Journal) -> Result:
+def _build_plan_result(run: Run, jobs: list[Job], journal: Journal) -> Result:
     """Return what would run."""
-    from bnncli.commands.grid.running import seen_by
+    from bnncli.commands.grid.running import read_seen
 
     config = run.console.options.config
-    begun = [job for job in jobs if journal.done(job, jobs, seen_by(job, config)) is None]
+    begun = [job for job in jobs if journal.done(job, jobs, read_seen(job, config)) is None]
     known = sum(journal.known[job.key].is_good for job in begun if job.key in journal.known)
     summary = f"{counted(len(jobs), 'line')}, {len(begun)} to start"
     if known:
@@ -222,7 +222,7 @@ def _planned(run: Run, jobs: list[Job], journal: Journal) -> Result:
     return Result(lines=lines, extra={"lines": lines}, summary=[summary])
 
 
-def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Result:
+def _result(run: Run, jobs: list[Job], ended: Mapping[int, LineEnd], journal: Journal) -> Result:
     """Return a row for each line that failed or was skipped, or the paths of the results."""
     from bnncli.commands.grid.running import FAILED, SKIPPED
 
@@ -237,7 +237,9 @@ def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Jour
     )
     bad = [job for job in jobs if not ended[job.number].is_good]
     if not bad:
-        result.lines = list(dict.fromkeys(path for job in jobs for path in _made(job, ended[job.number], journal)))
+        result.lines = list(
+            dict.fromkeys(path for job in jobs for path in _list_outputs(job, ended[job.number], journal))
+        )
         return result
     result.tables = [_table(bad, ended, journal)]
     failed, left = counts[FAILED], counts[SKIPPED]
@@ -250,7 +252,7 @@ def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Jour
     return result
 
 
-def _entry(job: Job, ended: Ended, journal: Journal) -> dict[str, Any]:
+def _entry(job: Job, ended: LineEnd, journal: Journal) -> dict[str, Any]:
     """Return the entry of a job for --json."""
     began = ended.exit is not None
     return {
@@ -269,12 +271,12 @@ def _entry(job: Job, ended: Ended, journal: Journal) -> dict[str, Any]:
     }
 
 
-def _made(job: Job, ended: Ended, journal: Journal) -> tuple[str, ...]:
+def _list_outputs(job: Job, ended: LineEnd, journal: Journal) -> tuple[str, ...]:
     """Return the outputs of a line: artifacts, or the document with its results."""
     return ended.outputs or (str(journal.document(job)),)
 
 
-def _table(bad: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Table:
+def _table(bad: list[Job], ended: Mapping[int, LineEnd], journal: Journal) -> Table:
     """Return a table of why lines failed or were skipped, followed by the failed lines, ready to paste."""
     rows = []
     for job in bad:

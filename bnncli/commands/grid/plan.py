@@ -19,7 +19,7 @@ from bnncli.errors import BnnError, ConfigError, DeviceError, MissingInput, Usag
 from bnncli.lazy import torch
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.command import Command, CommandLine, CommonOptions, NameOptions, RecordOptions
-from bnncli.options.declaration import Checked, Declared, declaration, declared, flag_of, made
+from bnncli.options.declaration import CheckedOptions, Declared, declaration, flag_of, made, map_options
 from bnncli.options.toml import base_type, closest, faults_of, line_of, option_value, read_toml
 from bnncli.system import workers as team
 from bnncli.system.devices import device_name
@@ -47,7 +47,7 @@ class GridStep:
     name: str
     is_named: bool
     command: str
-    groups: tuple[type[Checked], ...]
+    groups: tuple[type[CheckedOptions], ...]
     values: Mapping[str, list[Any]]
     after: tuple[str, ...] | None
     where: str
@@ -56,7 +56,7 @@ class GridStep:
     @cached_property
     def options(self) -> Declared:
         """Return every option of the command, by field."""
-        return options_of(self.groups)
+        return list_options(self.groups)
 
     @cached_property
     def axes(self) -> list[str]:
@@ -143,14 +143,14 @@ class _StepReader:
         known = [step.name for step in earlier]
         if name in known:
             raise self.fault("name", f"an earlier step is also called {name!r}: rename this one")
-        options, values, keys = options_of(groups), {}, {}
+        options, values, keys = list_options(groups), {}, {}
         for key, option in self._options(options, command):
             values[option], keys[option] = self._alternatives(options, option, key), self.where(key)
             self._check_references(key, values[option], known, is_many=base_type(options[option][1]) is list)
         after = self._after(known)
         return GridStep(name, is_named, command, groups, values, after, self.where(), keys)
 
-    def _command(self) -> tuple[str, tuple[type[Checked], ...]]:
+    def _command(self) -> tuple[str, tuple[type[CheckedOptions], ...]]:
         """Return the command, which must work on a checkpoint, and its option classes."""
         name, is_given = self._text("command", "")
         choices = [one for one in registry.names("commands") if _is_for_grids(one)]
@@ -163,7 +163,7 @@ class _StepReader:
     def _text(self, key: str, default: str) -> tuple[str, bool]:
         value = self.entries.get(key, default)
         if not isinstance(value, str):
-            raise self.fault(key, f"expected text; got {_shown(value)}")
+            raise self.fault(key, f"expected text; got {_format_value(value)}")
         return value, key in self.entries
 
     def _options(self, options: Declared, command: str) -> Iterator[tuple[str, str]]:
@@ -194,7 +194,7 @@ class _StepReader:
             raise self.fault(key, "expected values; got an empty list")
         found: list[Any] = []
         for one in given:
-            is_filled = any(REFERENCE.search(text) for text in texts(one))
+            is_filled = any(REFERENCE.search(text) for text in list_texts(one))
             taken = one
             if not is_filled or base_type(hint) not in (list, str):
                 with faults_of(self.path):
@@ -206,10 +206,10 @@ class _StepReader:
 
     def _check_references(self, key: str, values: list[Any], known: list[str], *, is_many: bool) -> None:
         """Raise ConfigError where a value refers to no earlier step, or to several results where one is needed."""
-        for name, _ in references(values):
+        for name, _ in find_references(values):
             if name not in known:
                 raise self.fault(key, self._unknown(name, known))
-        for text in (text for value in values for text in texts(value)):
+        for text in (text for value in values for text in list_texts(value)):
             starred = [one[1] for one in REFERENCE.finditer(text) if one[2]]
             if not set(starred).isdisjoint((CHECKPOINT, JOB)):
                 raise self.fault(
@@ -227,7 +227,7 @@ class _StepReader:
         if waits is None:
             return None
         if not isinstance(waits, list) or not all(isinstance(one, str) for one in waits):
-            raise self.fault("after", f"expected names of steps; got {_shown(given)}")
+            raise self.fault("after", f"expected names of steps; got {_format_value(given)}")
         for one in waits:
             if one not in known:
                 raise self.fault("after", self._unknown(one, known))
@@ -251,7 +251,7 @@ def read_grid(path: Path) -> GridFile:
             raise ConfigError(f"{path}{line_of(raw, key)}: {said}", path=path)
     steps = tables.get("step")
     if not isinstance(steps, list) or not steps or not all(isinstance(step, dict) for step in steps):
-        said = f"expected steps, each as [[step]] with a command; got {_shown(steps)}"
+        said = f"expected steps, each as [[step]] with a command; got {_format_value(steps)}"
         raise ConfigError(f"{path}: {said}", path=path)
     lines = [number for number, line in enumerate(raw.decode("utf-8-sig").split("\n"), 1) if _HEADER.match(line)]
     begins = lines if len(lines) == len(steps) else [None] * len(steps)
@@ -262,9 +262,9 @@ def read_grid(path: Path) -> GridFile:
     return GridFile(path, _checkpoints(path, where, tables.get("checkpoints"), found[0]), found, where)
 
 
-def options_of(groups: tuple[type[Checked], ...]) -> Declared:
+def list_options(groups: tuple[type[CheckedOptions], ...]) -> Declared:
     """Return every option of some classes, by field."""
-    return {name: spec for group in groups for name, spec in declared(group).items()}
+    return {name: spec for group in groups for name, spec in map_options(group).items()}
 
 
 _NOT_IN_GRIDS = ("clean", "rm")  # they remove what other lines go on from
@@ -282,7 +282,7 @@ def _checkpoints(path: Path, where: str, given: Any, first: GridStep) -> list[st
     """Return the checkpoints that the file names, without repeats; those of a pattern sorted by name."""
     patterns = [given] if isinstance(given, str) else given
     if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
-        raise ConfigError(f"{where}: expected checkpoint paths or patterns; got {_shown(given)}", path=path)
+        raise ConfigError(f"{where}: expected checkpoint paths or patterns; got {_format_value(given)}", path=path)
     found: dict[str, str] = {}
     for pattern in patterns:
         names = [pattern]
@@ -298,7 +298,7 @@ def _checkpoints(path: Path, where: str, given: Any, first: GridStep) -> list[st
     return list(found.values())
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else repr(value)[:80]
 
 
@@ -376,7 +376,7 @@ class Job:
         return f"{place}.{self.key[:8]}"
 
 
-def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
+def list_places(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
     """Return the places to run lines.
 
     Raises:
@@ -397,30 +397,30 @@ def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
             where = job.step.keys.get("device", job.step.where)
             raise UsageError(f"{where}: {flag} sets where lines run; omit device or {flag}")
     if options.jobs is not None:
-        environment = {_GPUS: "", **shared_threads(options.jobs)}
+        environment = {_GPUS: "", **share_threads(options.jobs)}
         return [LinePlace(f"cpu {number}", environment) for number in range(options.jobs)]
-    visible = _visible([int(one) for one in options.places if one != CPU])
-    threads = shared_threads(len(options.places))
+    visible = _find_visible_gpus([int(one) for one in options.places if one != CPU])
+    threads = share_threads(len(options.places))
     return [
         LinePlace(CPU if one == CPU else f"cuda:{one}", {_GPUS: "" if one == CPU else visible[int(one)], **threads})
         for one in options.places
     ]
 
 
-def shared_threads(count: int) -> dict[str, str]:
+def share_threads(count: int) -> dict[str, str]:
     """Return the threads of each of several processes, where no variable sets them."""
     if count == 1 or _THREADS in os.environ:
         return {}
-    return {_THREADS: str(max(1, cores() // count))}
+    return {_THREADS: str(max(1, count_cores() // count))}
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def _visible(numbers: list[int]) -> dict[int, str]:
+def _find_visible_gpus(numbers: list[int]) -> dict[int, str]:
     """Return CUDA's names of these GPUs, which are numbered among those this process may see."""
     if not numbers:
         return {}
@@ -475,8 +475,8 @@ class _Earlier:
             names[key] = [self._posterior(step, key, job) for job in jobs]
         line = CommandLine(step.command, step.groups, ((None, self.checkpoint),))
         for option, value in chosen.items():
-            said = filled(value, names)
-            line = line.having(option, number_text(said) if isinstance(said, float) else said)
+            said = fill_references(value, names)
+            line = line.having(option, format_number(said) if isinstance(said, float) else said)
         if is_named and (axes or step.is_named or step.name in self.referred):
             line = line.having("name", name)
         after = self._waits(step, axes, parts)
@@ -484,14 +484,14 @@ class _Earlier:
 
     def _name(self, step: GridStep, axes: Axes, *, is_named: bool) -> str:
         """Return the line's name. Where it does not name a result, shorten it and make it unique."""
-        name = line_name(step, axes, {one.name: one for one in self.grid.steps})
+        name = name_line(step, axes, {one.name: one for one in self.grid.steps})
         if is_named:
             if len(name) > MAX_NAME:
                 said = f"its values make a name of {len(name)} characters (at most {MAX_NAME}): {name}"
                 raise self.grid.fault(step.where, said)
         else:
             first, count = name, 1
-            while (name := shortened(first if count == 1 else f"{first}-{count}")) in self.taken:
+            while (name := shorten_name(first if count == 1 else f"{first}-{count}")) in self.taken:
                 count += 1
         self.taken.add(name)
         return name
@@ -509,7 +509,7 @@ class _Earlier:
             others: Iterable[str] = step.after
         else:
             others = () if parts and step.command not in _COMES_LAST else self.jobs
-        waited = {job.number for name in others for job in self.jobs[name] if _agree(axes, job.axes)}
+        waited = {job.number for name in others for job in self.jobs[name] if _is_compatible(axes, job.axes)}
         return tuple(sorted(waited | {job.number for jobs in parts.values() for job in jobs}))
 
     def _checked(self, line: CommandLine, step: GridStep) -> CommandLine:
@@ -519,9 +519,9 @@ class _Earlier:
             ConfigError: the command refuses the line.
         """
         resumed = line.having(_RESUME, True)
-        if _RESUME in step.options and _refusal(resumed) is None:
+        if _RESUME in step.options and _find_refusal(resumed) is None:
             return resumed
-        if (said := _refusal(line)) is not None:
+        if (said := _find_refusal(line)) is not None:
             option = _OPTION_FIRST.match(said)
             is_given = option is not None and option[1] in step.keys
             where, said = (step.keys[option[1]], said[option.end() :]) if option and is_given else (step.where, said)
@@ -537,7 +537,7 @@ def plan_jobs(grid: GridFile) -> list[Job]:
     """
     jobs: list[Job] = []
     values = (one for step in grid.steps for alternatives in step.values.values() for one in alternatives)
-    referred = {name for name, _ in references(values)}
+    referred = {name for name, _ in find_references(values)}
     for checkpoint, called in checkpoint_names(grid.checkpoints).items():
         earlier = _Earlier(grid, checkpoint, called, referred, {}, set())
         for step in grid.steps:
@@ -569,56 +569,59 @@ def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def filled(value: Any, names: Mapping[str, list[str]]) -> Any:
+def fill_references(value: Any, names: Mapping[str, list[str]]) -> Any:
     """Replace the references in a value. In a list, a text is repeated for each of several results.
 
     Args:
         names: reference, with its star if it has one, to names.
     """
     if not isinstance(value, list):
-        return _filled(value, names)[0] if isinstance(value, str) else value
-    return [one for item in value for one in (_filled(item, names) if isinstance(item, str) else [item])]
+        return _fill_text(value, names)[0] if isinstance(value, str) else value
+    return [one for item in value for one in (_fill_text(item, names) if isinstance(item, str) else [item])]
 
 
-def _filled(text: str, names: Mapping[str, list[str]]) -> list[str]:
+def _fill_text(text: str, names: Mapping[str, list[str]]) -> list[str]:
     several = next((one[0][1:-1] for one in REFERENCE.finditer(text) if one[2]), None)
     first = {key: known[0] for key, known in names.items()}
     rounds = [{}] if several is None else [{several: chosen} for chosen in names[several]]
-    return [_replaced(text, first | chosen) for chosen in rounds]
+    return [_replace_references(text, first | chosen) for chosen in rounds]
 
 
-def _replaced(text: str, names: Mapping[str, str]) -> str:
+def _replace_references(text: str, names: Mapping[str, str]) -> str:
     return REFERENCE.sub(lambda one: names[one[0][1:-1]], text)
 
 
-def line_name(step: GridStep, axes: Axes, steps: Mapping[str, GridStep]) -> str:
+def name_line(step: GridStep, axes: Axes, steps: Mapping[str, GridStep]) -> str:
     """Return the step's name with each value that varies, those of the steps it refers to first."""
-    words = [step.name, *(_word(option, steps[of].values[option][place]) for (of, option), place in axes.items())]
+    words = [
+        step.name,
+        *(_format_word(option, steps[of].values[option][place]) for (of, option), place in axes.items()),
+    ]
     return "-".join(words)
 
 
-def _word(option: str, value: Any) -> str:
+def _format_word(option: str, value: Any) -> str:
     """Format a value in a name: a plain word unchanged, anything else after the option."""
     flag = flag_of(option)[2:]
     if isinstance(value, bool):
         return flag if value else f"no-{flag}"
-    text = "+".join(value) if isinstance(value, list) else number_text(value)
+    text = "+".join(value) if isinstance(value, list) else format_number(value)
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", text):
         return text
     return flag + re.sub(r"[^A-Za-z0-9_-]+", "-", re.sub(r"(?<=\d)\.(?=\d)", "p", text)).strip("-")
 
 
-def number_text(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Format a number as its shortest exact text; anything else unchanged."""
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def shortened(name: str) -> str:
+def shorten_name(name: str) -> str:
     """Cut a name to MAX_NAME characters, with a digest at the end of a long one."""
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 9]}-{json_sha256(name)[:8]}"
 
 
-def _refusal(line: CommandLine) -> str | None:
+def _find_refusal(line: CommandLine) -> str | None:
     """Return the command line's error for a line; None where it accepts it."""
     try:
         values = CommandLine.parse(line.command, line.words()[2:], line.groups).values()
@@ -636,7 +639,7 @@ def _branches(
     for places in product(*(range(len(step.values[option])) for option in step.axes)):
         own = dict(zip(step.axes, places, strict=True))
         chosen = {name: values[own.get(name, 0)] for name, values in step.values.items()}
-        for axes, parts in _combinations(references(chosen.values()), of_steps, {}):
+        for axes, parts in _combinations(find_references(chosen.values()), of_steps, {}):
             yield {**axes, **{(step.name, option): place for option, place in own.items()}}, chosen, parts
 
 
@@ -649,7 +652,7 @@ def _combinations(
         return
     (name, is_all), *others = referred
     for more, jobs in _groups(of_steps[name], own=name if is_all else None):
-        if _agree(axes, more):
+        if _is_compatible(axes, more):
             for whole, parts in _combinations(others, of_steps, {**axes, **more}):
                 yield whole, {f"{name}{'*' if is_all else ''}": jobs, **parts}
 
@@ -663,17 +666,17 @@ def _groups(jobs: Iterable[Job], *, own: str | None) -> list[tuple[Axes, list[Jo
     return list(found.values())
 
 
-def _agree(one: Axes, other: Axes) -> bool:
+def _is_compatible(one: Axes, other: Axes) -> bool:
     return all(other.get(key, place) == place for key, place in one.items())
 
 
-def references(values: Iterable[Any]) -> list[tuple[str, bool]]:
+def find_references(values: Iterable[Any]) -> list[tuple[str, bool]]:
     """Return the steps that these values refer to, and whether each reference takes all of the step's own axes."""
-    found = (one for value in values for text in texts(value) for one in REFERENCE.finditer(text))
+    found = (one for value in values for text in list_texts(value) for one in REFERENCE.finditer(text))
     pairs = dict.fromkeys((one[1], bool(one[2])) for one in found)
     return [pair for pair in pairs if pair[0] not in (CHECKPOINT, JOB)]
 
 
-def texts(value: Any) -> list[str]:
+def list_texts(value: Any) -> list[str]:
     """Return the texts of a value, which may have references."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]

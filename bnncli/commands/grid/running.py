@@ -30,7 +30,7 @@ from bnncli.session.run import Run
 from bnncli.system.input_files import read_object
 
 
-def _state_of(folder: Path) -> Path:
+def _build_state_path(folder: Path) -> Path:
     return folder / "state.json"
 
 
@@ -38,7 +38,7 @@ DONE, UP_TO_DATE, FAILED, SKIPPED = "done", "up_to_date", "failed", "skipped"
 
 
 @dataclass(frozen=True)
-class Ended:
+class LineEnd:
     """How a line ended.
 
     Args:
@@ -65,15 +65,15 @@ class Ended:
         return self.state in (DONE, UP_TO_DATE)
 
 
-def _ended(entry: dict[str, Any]) -> Ended:
-    found = Ended(**{**entry, "outputs": tuple(entry["outputs"])})
+def _read_end(entry: dict[str, Any]) -> LineEnd:
+    found = LineEnd(**{**entry, "outputs": tuple(entry["outputs"])})
     if not all(isinstance(one, str) for one in (found.state, found.why, *found.outputs)):
         raise TypeError(entry)
     return found
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What there was to see at one time.
 
     Args:
@@ -104,19 +104,19 @@ class Journal:
     """
 
     folder: Path
-    known: dict[str, Ended] = field(default_factory=dict)
+    known: dict[str, LineEnd] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, run: Run) -> Journal:
         """The state that is there; an empty one where there is none, or it is damaged, which costs no result."""
-        path = _state_of(folder)
+        path = _build_state_path(folder)
         if not path.is_file():
             return cls(folder)
         try:
             document = read_object(path)
             if document["schema"] != SCHEMA:
                 raise ValueError(document["schema"])
-            entries = {key: _ended(entry) for key, entry in document["jobs"].items()}
+            entries = {key: _read_end(entry) for key, entry in document["jobs"].items()}
         except NOT_OF_CONTENT:
             raise
         except (BnnError, LookupError, TypeError, ValueError, AttributeError):
@@ -137,7 +137,7 @@ class Journal:
         """The line's JSON document, of the last time that it ran."""
         return self.logs / f"{job.stem}.json"
 
-    def add(self, job: Job, ended: Ended) -> None:
+    def add(self, job: Job, ended: LineEnd) -> None:
         """Keep how a job ended. Raises OutputExists, WriteError."""
         self.known[job.key] = ended
         self._publish()
@@ -145,7 +145,9 @@ class Journal:
     def _publish(self) -> None:
         entries = {key: vars(one) for key, one in self.known.items()}
         document = {"schema": SCHEMA, "jobs": entries}
-        publish_bytes(_state_of(self.folder), json.dumps(document, indent=1).encode(), may_replace=True, poll=False)
+        publish_bytes(
+            _build_state_path(self.folder), json.dumps(document, indent=1).encode(), may_replace=True, poll=False
+        )
 
     def beside(self, job: Job, jobs: list[Job]) -> set[Path]:
         """What the other lines of a grid have left but those for which this one waits, itself or through others."""
@@ -157,7 +159,7 @@ class Journal:
         known = (self.known.get(other.key) for other in jobs if other.number not in waited)
         return {Path(path) for ended in known if ended is not None for path in ended.outputs}
 
-    def saw(self, jobs: list[Job], seen: Mapping[int, Seen]) -> None:
+    def saw(self, jobs: list[Job], seen: Mapping[int, Observation]) -> None:
         """Keep what lines have seen, by number, as it is known when all have ended what was not for them. Raises OutputExists, WriteError."""
         for number, one in seen.items():
             job = jobs[number]
@@ -167,7 +169,7 @@ class Journal:
         if seen:
             self._publish()
 
-    def done(self, job: Job, jobs: list[Job], seen: Seen | None) -> Ended | None:
+    def done(self, job: Job, jobs: list[Job], seen: Observation | None) -> LineEnd | None:
         """How a line that makes no artifact has ended well, with the same to see as now and what it wrote still there; else None."""
         known = self.known.get(job.key)
         if known is None or not known.is_good or seen is None or known.seen is None:
@@ -198,7 +200,7 @@ class Running:
     @classmethod
     def start(cls, job: Job, place: LinePlace, journal: Journal, *, config: str | None) -> Running:
         """The line, begun in a process group of its own: what a terminal tells all processes is for the grid to pass on."""
-        words = [*program(), *as_run(job, config).words()[1:], "--json", "--progress", "log"]
+        words = [*program(), *build_run_line(job, config).words()[1:], "--json", "--progress", "log"]
         environment = {name: value for name, value in os.environ.items() if not _is_of_torchrun(name)}
         document = journal.document(job)
         document.unlink(missing_ok=True)  # a line of a grid that was killed may still be writing its own
@@ -214,7 +216,7 @@ class Running:
             )
         return cls(job, journal, process, time.monotonic())
 
-    def ended(self) -> Ended | None:
+    def ended(self) -> LineEnd | None:
         """How it ended; None while it runs. Raises ReadError where what it has said cannot be read."""
         code = self.process.poll()
         if code is None:
@@ -225,8 +227,8 @@ class Running:
         warnings = len(told.get("warnings", []))
         if code == Exit.OK and told:
             state = UP_TO_DATE if told.get("action") == "up_to_date" else DONE
-            return Ended(state, code, seconds, outputs=outputs, warnings=warnings)
-        return Ended(FAILED, code, seconds, self._why(told, code), outputs, warnings)
+            return LineEnd(state, code, seconds, outputs=outputs, warnings=warnings)
+        return LineEnd(FAILED, code, seconds, self._why(told, code), outputs, warnings)
 
     def _told(self) -> dict[str, Any]:
         """Its document; nothing where it ended before it wrote one. Raises ReadError where the disk does not give it."""
@@ -265,11 +267,11 @@ class Schedule:
     jobs: list[Job]
     places: list[LinePlace]
     journal: Journal
-    ended: dict[int, Ended] = field(default_factory=dict)
+    ended: dict[int, LineEnd] = field(default_factory=dict)
     running: dict[str, Running] = field(default_factory=dict)
-    seen: dict[int, Seen] = field(default_factory=dict)
+    seen: dict[int, Observation] = field(default_factory=dict)
 
-    def work(self) -> Mapping[int, Ended]:
+    def work(self) -> Mapping[int, LineEnd]:
         """How each job ended, by its number.
 
         Raises:
@@ -308,7 +310,7 @@ class Schedule:
             waited = [self.ended.get(number) for number in job.after]
             bad = [number for number, one in zip(job.after, waited, strict=True) if one is not None and not one.is_good]
             if bad:
-                self.ended[job.number] = Ended(SKIPPED, None, why=f"it depends on {self._cause(bad[0]).label}")
+                self.ended[job.number] = LineEnd(SKIPPED, None, why=f"it depends on {self._cause(bad[0]).label}")
             elif all(waited):
                 free = [place for place in self.places if place.name not in self.running]
                 if not free:
@@ -325,7 +327,7 @@ class Schedule:
     def _start(self, job: Job, place: LinePlace) -> None:
         """Begin a job, unless it is known to be done."""
         config = self.run.console.options.config
-        seen = seen_by(job, config)
+        seen = read_seen(job, config)
         if (known := self.journal.done(job, self.jobs, seen)) is not None:
             self._note(job, replace(known, state=UP_TO_DATE, seconds=0.0))
             return
@@ -334,7 +336,7 @@ class Schedule:
             self.seen[job.number] = seen
         self.running[place.name] = Running.start(job, place, self.journal, config=config)
 
-    def _note(self, job: Job, ended: Ended) -> None:
+    def _note(self, job: Job, ended: LineEnd) -> None:
         """Keep how a job ended, and say it."""
         if ended.is_good and job.number in self.seen:
             ended = replace(ended, seen=self.seen[job.number].digest(apart_from=self.journal.beside(job, self.jobs)))
@@ -358,7 +360,7 @@ class Schedule:
         self.journal.saw(self.jobs, self.seen)
 
 
-def seen_by(job: Job, config: str | None) -> Seen | None:
+def read_seen(job: Job, config: str | None) -> Observation | None:
     """What a line that makes no artifact can see: the artifacts of its run by their contents, and what sets options.
 
     None for a line that makes artifacts, which tells itself whether they are up to date; and where it is not known which run it sees.
@@ -376,7 +378,7 @@ def seen_by(job: Job, config: str | None) -> Seen | None:
     own = f"BNNCLI_{job.step.command}_RUN_DIR".upper().replace("-", "_")
     run_dir = job.given.get("run_dir", variables.get(own, variables.get("BNNCLI_RUN_DIR")))
     digest = hashlib.sha256(settings).hexdigest()
-    return Seen(_artifacts(job, run_dir), {"variables": variables, "config": digest})
+    return Observation(_artifacts(job, run_dir), {"variables": variables, "config": digest})
 
 
 def _artifacts(job: Job, run_dir: str | None) -> dict[Path, str]:
@@ -412,7 +414,7 @@ def program() -> list[str]:
 _WAIT = 60  # seconds for a lock: the lines of a grid that was killed may still be saving their states
 
 
-def as_run(job: Job, config: str | None) -> CommandLine:
+def build_run_line(job: Job, config: str | None) -> CommandLine:
     """The line as the grid runs it: with the configuration file that the grid was given, and patient with locks."""
     line = job.line.having("config", config)
     return line.having("wait", _WAIT) if "wait" in job.step.options and not line.gives("wait") else line
@@ -473,7 +475,7 @@ def check_apart(grid: GridFile, jobs: list[Job]) -> None:
     results: dict[tuple[object, ...], Job] = {}
     files: dict[str, Job] = {}
     for job in jobs:
-        folder = run_folder_of(job)
+        folder = find_run_folder(job)
         other = folders.setdefault(str(folder), job)
         if os.path.abspath(other.checkpoint) != os.path.abspath(job.checkpoint):
             said = f"{other.checkpoint} and {job.checkpoint} would share the run folder {folder}: put {{checkpoint}} into run-dir"
@@ -482,13 +484,13 @@ def check_apart(grid: GridFile, jobs: list[Job]) -> None:
             raise grid.fault(job.step.where, f"step {other.step.name} has the same line: {job.line.pasted()}")
         for key, said in _results(job):
             if (other := results.setdefault((str(folder), *key), job)) is not job and not _is_same(job, other):
-                raise grid.fault(job.step.where, _clash(job, other, said))
-        for path, option in _written(job):
+                raise grid.fault(job.step.where, _describe_clash(job, other, said))
+        for path, option in _list_written(job):
             if (other := files.setdefault(path, job)) is not job:
                 raise _shared_file(grid, job, option)
 
 
-def run_folder_of(job: Job) -> Path:
+def find_run_folder(job: Job) -> Path:
     """Where the job's run lies, as far as its line says."""
     return Path(os.path.abspath(RunFolder.of(Path(job.checkpoint), job.given.get("run_dir"), is_name=True).root))
 
@@ -509,21 +511,21 @@ def _results(job: Job) -> Iterator[tuple[tuple[object, ...], str]]:
         name = job.given.get("name", job.name)
         yield ("predictions" if command == "predict" else "posterior", name), name
     elif command in _CHOOSING and "out" not in job.given:
-        yield (command, *(values_of(job, _choosing(command)))), ""
+        yield (command, *(list_values(job, _list_choosing_options(command)))), ""
 
 
 def _is_same(job: Job, other: Job) -> bool:
     """Whether two unnamed results of one place are the same, as their lines differ in nothing that changes numbers."""
-    return not job.step.takes_name and not _differing(job, other)
+    return not job.step.takes_name and not _list_differences(job, other)
 
 
-def _clash(job: Job, other: Job, name: str) -> str:
+def _describe_clash(job: Job, other: Job, name: str) -> str:
     """What two lines would both write, and what helps."""
     if name and job.step is other.step:
         return f"two of its lines create {name!r}: drop a value, or put it in a step with another name"
     if name:
         return f"step {other.step.name} also creates {name!r}: rename one of them"
-    shown = " and ".join(flag_of(one)[2:] for one in _differing(job, other))
+    shown = " and ".join(flag_of(one)[2:] for one in _list_differences(job, other))
     said = f"lines with different values of {shown} would write the same files"
     if job.step.command == "predict":
         return f"{said}: give the step a name, so that its predictions are named after their values"
@@ -535,23 +537,23 @@ def _clash(job: Job, other: Job, name: str) -> str:
 _SHARED = {spec.name for group in (*COMPUTE, NameOptions, InputOptions) for spec in fields(group)} - {"seed"}
 
 
-def _differing(job: Job, other: Job) -> list[str]:
+def _list_differences(job: Job, other: Job) -> list[str]:
     """Options in which two lines of a command differ that change the numbers of what is written there."""
-    options, chosen = job.step.options, _choosing(job.step.command)
+    options, chosen = job.step.options, _list_choosing_options(job.step.command)
     names = {name for name in options if name not in chosen | _SHARED and options[name][0].metadata["numeric"]}
-    return sorted(name for name in names if values_of(job, (name,)) != values_of(other, (name,)))
+    return sorted(name for name in names if list_values(job, (name,)) != list_values(other, (name,)))
 
 
-def _choosing(command: str) -> set[str]:
+def _list_choosing_options(command: str) -> set[str]:
     return {*_CHOOSING[command], *(settings_of("integrators") if command == "predict" else ())}
 
 
-def values_of(job: Job, names: Iterable[str]) -> list[tuple[str, str]]:
+def list_values(job: Job, names: Iterable[str]) -> list[tuple[str, str]]:
     """These options of a line with their values, in an order of their own."""
     return sorted((name, value) for name, value in job.line.parts if name is not None and name in names)
 
 
-def _written(job: Job) -> Iterator[tuple[str, str]]:
+def _list_written(job: Job) -> Iterator[tuple[str, str]]:
     """Files and folders that the line names to be written, each with its option."""
     for option in WRITTEN:
         if option in job.given:

@@ -13,26 +13,26 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.integrators._partitions import NUM_GROUPS, num_group_mean_rows
-from bnncli.likelihoods import has_exclusive_classes, recorded_name
+from bnncli.likelihoods import has_exclusive_classes, read_recorded_name
 from bnncli.names import counted
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.predict import PredictOptions
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split, load_split, posterior_classes, posterior_source
-from bnncli.session.out_of_fold import knows
-from bnncli.session.predictions import find_named, over_layers
+from bnncli.session.out_of_fold import is_fitted_to
+from bnncli.session.predictions import find_named, select_by_layers
 from bnncli.session.predictor import (
     ALL,
-    AskedIntegrators,
     IntegratorChoice,
     Predictor,
+    RequestedIntegrators,
     TrainData,
-    num_stored,
+    count_stored_draws,
     warn,
     warn_of_draws,
     warn_of_few_draws,
 )
-from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.recommendation import recommended
 from bnncli.session.run import Result, Run
 from bnncli.system.workers import is_leader
@@ -63,7 +63,7 @@ def run(run: Run, options: PredictOptions) -> Result:
     from bnncli.commands.predict.table import check_table_path, decide, make_table, parse_merges, rule_columns
 
     options.check_together()
-    options = _as_recommended(run, options)
+    options = _apply_recommendation(run, options)
     if options.is_of_new_data:
         return _predict_new(run, options)
     splits = [load_split(run, name) for name in _split_names(run, options)]
@@ -77,7 +77,7 @@ def run(run: Run, options: PredictOptions) -> Result:
         inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in posteriors))]
         check_table_path(run, Path(options.table), inputs)
     total = Result()
-    for predictor, choice, source in _pairs(run, options, posteriors, len(classes)):
+    for predictor, choice, source in _iterate_pairs(run, options, posteriors, len(classes)):
         try:
             total.add(_predict(run, options, predictor, choice, source, splits))
         except (UsageError, MissingInput, Untrusted) as error:
@@ -92,7 +92,7 @@ def run(run: Run, options: PredictOptions) -> Result:
         )
     if not run.write.dry_run:
         counts = f"{counted(len(total.outputs), 'file')}, {counted(len(splits), 'split')}"
-        total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(run, total.outputs)]
+        total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_describe_draws(run, total.outputs)]
     files = [Path(output["path"]) for output in total.outputs]
     decided: list[SplitDecisions] = []
     if (options.table is not None or options.decide) and is_leader() and not run.write.dry_run:
@@ -115,7 +115,7 @@ def run(run: Run, options: PredictOptions) -> Result:
     return total
 
 
-def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
+def _apply_recommendation(run: Run, options: PredictOptions) -> PredictOptions:
     """Return the options with the posterior and integrator that auto recommends, where no posterior, integrator or layers are named."""
     if options.posterior == [ALL]:
         return replace(options, posterior=[])
@@ -140,11 +140,11 @@ def _predict_new(run: Run, options: PredictOptions) -> Result:
         raise UsageError("\0name\0 and \0out\0 apply to stored predictions; new data only have a \0table\0")
     posteriors = _posteriors(run, options)
     classes = list(posterior_classes(run.folder, posteriors[0].header))
-    if not has_exclusive_classes(recorded_name(posteriors[0].header.meta)):
+    if not has_exclusive_classes(read_recorded_name(posteriors[0].header.meta)):
         _refuse_of_labels(options)
     taken = rule_columns(run) if options.merge else []
     merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
-    pairs = list(_pairs(run, options, posteriors, len(classes)))
+    pairs = list(_iterate_pairs(run, options, posteriors, len(classes)))
     if not pairs:
         raise DataError("no posterior of the run works with the integrator", hint=run.suggest("status"))
     makers = [Maker(replace(predictor), choice, source.content_digest) for predictor, choice, source in pairs]
@@ -209,7 +209,9 @@ def _posterior_paths(run: Run, options: PredictOptions) -> list[Path]:
             hint=run.suggest("fit-laplace"),
             path=run.folder.root / "posteriors",
         )
-    return over_layers(run, options.layers, found, are_named=bool(options.posterior), trust_code=options.trust_code)
+    return select_by_layers(
+        run, options.layers, found, are_named=bool(options.posterior), trust_code=options.trust_code
+    )
 
 
 def _refuse_of_labels(options: PredictOptions) -> None:
@@ -223,11 +225,14 @@ def _refuse_of_labels(options: PredictOptions) -> None:
             raise UsageError(f"{flag}: the run is multilabel, so its classes are not mutually exclusive: {why}")
 
 
-def _pairs(
+def _iterate_pairs(
     run: Run, options: PredictOptions, posteriors: list[PosteriorFile], num_classes: int
 ) -> Iterator[tuple[Predictor, IntegratorChoice, Source]]:
     """Yield each posterior with each of its integrators. Skip pairs that do not fit with a warning, unless named."""
-    asked, train = AskedIntegrators.of(options, [one.header for one in posteriors]), TrainData(run, options.trust_code)
+    asked, train = (
+        RequestedIntegrators.of(options, [one.header for one in posteriors]),
+        TrainData(run, options.trust_code),
+    )
     for posterior in posteriors:
         choices, refusals = asked.choices(posterior.header, num_classes)
         for refusal in refusals:
@@ -251,7 +256,7 @@ def _predict(
     splits: list[Split],
 ) -> Result:
     """Predict every split by one posterior and integrator. Open the posterior only if a prediction is missing."""
-    from bnncli.commands.predict.stored import facts_of, predict_split
+    from bnncli.commands.predict.stored import predict_split, read_facts
 
     sources = [source]
     if choice.integrator.needs_target:
@@ -260,7 +265,7 @@ def _predict(
     total = Result()
     for split in splits:
         if (
-            knows(predictor.header, split)
+            is_fitted_to(predictor.header, split)
             and "num_folds" not in predictor.header.meta
             and not (options.split and options.posterior)
         ):
@@ -268,13 +273,15 @@ def _predict(
             continue
         request = _request(run, options, predictor, choice, split, sources)
 
-        def compute(split: Split = split, request: Request = request) -> Computed:
+        def compute(split: Split = split, request: Request = request) -> ComputationOutput:
             keep_samples = bool(request.params["keep_samples"])
             return predict_split(predictor, choice, split, request.target, keep_samples=keep_samples)
 
-        def when_fresh(header: Header) -> Computed:
+        def when_fresh(header: Header) -> ComputationOutput:
             warn(run, source.path.stem, header.meta)
-            return Computed(lambda provenance, may_replace: header.content_digest, facts=facts_of(header.meta))
+            return ComputationOutput(
+                lambda provenance, may_replace: header.content_digest, facts=read_facts(header.meta)
+            )
 
         total.add(produce(run, request, compute, when_fresh=when_fresh))
     return total
@@ -288,18 +295,18 @@ def _request(
     split: Split,
     sources: list[Source],
 ) -> Request:
-    from bnncli.commands.predict.stored import params_of, planned_bytes
+    from bnncli.commands.predict.stored import build_params, estimate_bytes
 
     posterior, name = sources[0].path.stem, split.content.name
     label = run.naming.name or f"{posterior}.{choice.variant}"
     is_sampling, header = choice.integrator.is_sampling, read_header(sources[0].path)
-    params = params_of(run, choice, posterior, keep_samples=options.keep_samples)
+    params = build_params(run, choice, posterior, keep_samples=options.keep_samples)
     # Other methods store their draws, or draw a latent network.
     is_drawn = is_sampling and header.meta.get("method") in ("laplace", "refine")
 
     @cache
     def planned_memory() -> int | None:
-        return planned_bytes(predictor, choice, split, keep_samples=bool(params["keep_samples"]))
+        return estimate_bytes(predictor, choice, split, keep_samples=bool(params["keep_samples"]))
 
     return Request(
         Path(run.naming.out) if run.naming.out else run.folder.predictions(label, name),
@@ -313,7 +320,9 @@ def _request(
             *([split.classes_source] if split.classes_source is not None else []),
         ],
         split.checkpoint,
-        lambda: _estimated_bytes(split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(header)),
+        lambda: _estimated_bytes(
+            split, choice, keep_samples=params["keep_samples"], num_stored=count_stored_draws(header)
+        ),
         require=planned_memory,
         estimated_memory=planned_memory,
     )
@@ -339,7 +348,7 @@ def _may_skip(options: PredictOptions, choice: IntegratorChoice, error: BnnError
     return isinstance(error, MissingInput) and not is_named
 
 
-def _about_draws(run: Run, outputs: list[dict[str, Any]]) -> list[str]:
+def _describe_draws(run: Run, outputs: list[dict[str, Any]]) -> list[str]:
     """Return lines on the draws of each posterior, and on intervals of less than 95%."""
     from bnncli.commands.predict.table import few_draws_lines
 

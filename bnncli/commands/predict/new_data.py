@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.atomic import check_writable, publish_bytes, write_error
 from bnncli.artifacts.features import FeatureFile, read_features
-from bnncli.artifacts.headers import interpreting
+from bnncli.artifacts.headers import convert_lookup_errors
 from bnncli.artifacts.outputs import NAME, TableBlock, csv_bytes, csv_header, is_table, unescape_formula, write_table
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile
@@ -28,7 +28,7 @@ from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.commands.extract_features.network import NetworkExtraction
 from bnncli.commands.extract_features.splits import is_of_other_data
-from bnncli.commands.predict.stored import params_of, predictions_of
+from bnncli.commands.predict.stored import build_params, build_prediction_file
 from bnncli.commands.predict.table import (
     NONE,
     Merge,
@@ -37,9 +37,9 @@ from bnncli.commands.predict.table import (
     ShownColumns,
     SplitDecisions,
     check_table_path,
-    columns_of,
+    describe_shift,
     few_draws_lines,
-    shift_text,
+    list_columns,
 )
 from bnncli.data.kinds.images import image_dataset
 from bnncli.data.labels import alphabetical_numbering, match_classes
@@ -52,11 +52,11 @@ from bnncli.evaluation.detectors import example_scores
 from bnncli.evaluation.statistics import ExampleStatistics, compute_example_statistics
 from bnncli.lazy import torch
 from bnncli.likelihoods import has_exclusive_classes
-from bnncli.models.features import ExtractedFeatures, InputSums, padding_warning
-from bnncli.names import in_table, quoted
+from bnncli.models.features import ExtractedFeatures, InputSums, describe_padding_effect
+from bnncli.names import escape_for_table, quote_name
 from bnncli.options.command import CommandLine
 from bnncli.options.predict import STDIN, PredictOptions
-from bnncli.session.decisions import maker_as, open_decisions, scores_of, why_unfit_for
+from bnncli.session.decisions import explain_unfit_rule_for, maker_as, open_decisions, scores_of
 from bnncli.session.inputs import posterior_classes
 from bnncli.session.network import RecordedNetwork
 from bnncli.session.network_fit import difference, reference_of
@@ -99,21 +99,23 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
     classes = list(posterior_classes(run.folder, first.header))
     has_names = options.follow is not None
     rules = [_rules(run, options, maker, classes) for maker in makers]
-    shown = ShownColumns(merges, has_top_k, has_names, options.probabilities, columns_of_rules(rules), options.raw_text)
+    shown = ShownColumns(
+        merges, has_top_k, has_names, options.probabilities, list_rule_columns(rules), options.raw_text
+    )
     new = NewData(run, makers, classes, shown, rules)
     if options.follow is not None:
-        done = Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)
+        done = FollowedFolder(new, Arrivals(Path(options.follow)), target).until(options.idle)
         for line in few_draws_lines(run, new.levels):
             run.console.warn(line)
         return done
     check_table_path(run, target, [maker.predictor.path for maker in makers])
     added = _open_as_splits(run, options, new) if options.keep_features else None
-    splits = [new.split(*named) for named in _named_data(options)] if added is None else added.splits
+    splits = [new.split(*named) for named in _parse_named_data(options)] if added is None else added.splits
     if any(split.names is not None for split in splits):
         new = replace(new, shown=replace(shown, has_names=True))
     counts = ", ".join(f"{len(split):,} of {split.name}" for split in splits)
     begun = time.monotonic()
-    with about_given_data():
+    with replace_hints():
         total = Result() if added is None else added.result()
     if run.write.dry_run:
         total.add(Result("planned", [_output(target)], lines=[f"write: {target} ({counts})"]))
@@ -129,7 +131,7 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
     for line in few_draws_lines(run, new.levels):
         run.console.warn(line)
     alarms = [{"posterior": one.origin[0], "variant": one.origin[1], **row} for one in rules for row in one.alarms()]
-    alarm_lines = [f"{row['name']} {row['split']}: {shift_text(row)}" for row in alarms]
+    alarm_lines = [f"{row['name']} {row['split']}: {describe_shift(row)}" for row in alarms]
     num_rows, seconds = sum(map(len, splits)), time.monotonic() - begun
     kept = "features not kept" if added is None else "features kept"
     total.add(
@@ -195,7 +197,7 @@ class NewDataRules:
         """
         name = ".".join(origin)
         found = [] if list(only) == [NONE] else open_decisions(run, name, only=[one for one in only if one != NONE])
-        reasons = {one.name: why_unfit_for(one, maker_as(params, posterior), classes) for one in found}
+        reasons = {one.name: explain_unfit_rule_for(one, maker_as(params, posterior), classes) for one in found}
         for rule, why in reasons.items():
             if why is not None:
                 run.console.info(f"{name}: skipping rule {rule}: {why}")
@@ -281,7 +283,7 @@ class NewData:
         name, spec = parse_split(text, option=flag)
         if spec == STDIN:
             return self.images(name, spec, Path(), _read_names_from_stdin())
-        with about_given_data():
+        with replace_hints():
             opened = load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
         if flag == "\0ood\0":
             return opened.as_ood()
@@ -307,7 +309,7 @@ class NewData:
         for extracted in self._extract(split):
             stop = start + len(extracted.features)
             rows = slice(start, stop)
-            named = None if names is None else np.array([in_table(name).encode() for name in names[rows]])
+            named = None if names is None else np.array([escape_for_table(name).encode() for name in names[rows]])
             combined = self._combined(extracted)
             for maker, rules in zip(self.makers, self.rules, strict=True):
                 content, origin = self._predict(maker, split, rows, extracted, first_id, combined)
@@ -322,7 +324,7 @@ class NewData:
             yield from _read_blocks(self.kept[split.name])
             return
         recorded = self.reader.recorded
-        with recorded.visible(), about_given_data():
+        with recorded.visible(), replace_hints():
             head = recorded.network.head(split)
             recorded.check_head(head)
             batches = recorded.network.batches(
@@ -332,7 +334,7 @@ class NewData:
             images = ImageCounts()
             for batch in batches:
                 self._compare(split, batch)
-                if (warning := padding_warning(split.name, batch.padding)) is not None:
+                if (warning := describe_padding_effect(split.name, batch.padding)) is not None:
                     self.run.console.warn(warning)
                 images = images.plus(batch.images)
                 held.append(batch)
@@ -383,10 +385,10 @@ class NewData:
                     code="wrong_layout",
                 )
         else:
-            with about_given_data():
+            with replace_hints():
                 inputs = predictor.train.reader.given_inputs(split.take(np.arange(rows.start, rows.stop)), layout)
         predicted = predictor.predict(maker.choice, inputs)
-        content = predictions_of(
+        content = build_prediction_file(
             predicted, labels=None if extracted.labels is None else extracted.labels.numpy(), sample_id=split.rows[rows] + first_id,
             classes=self.classes, choice=maker.choice, combined=combined,
         )  # fmt: skip
@@ -435,14 +437,14 @@ class Arrivals:
             MissingInput: the folder does not exist.
         """
         if not self.folder.is_dir():
-            raise MissingInput(f"no folder {quoted(self.folder, limit=300)}", path=self.folder)
+            raise MissingInput(f"no folder {quote_name(self.folder, limit=300)}", path=self.folder)
         found: list[str] = []
         now: dict[str, tuple[int, int]] = {}
         num_waiting = 0
         with convert_read_errors(self.folder), os.scandir(self.folder) as entries:
             for entry in entries:
                 if (
-                    in_table(entry.name) in done
+                    escape_for_table(entry.name) in done
                     or entry.name.startswith(".")
                     or not entry.name.lower().endswith(_ENDINGS)
                 ):
@@ -472,7 +474,7 @@ _HELD = ("another bnncli process is following into this table", "give \0table\0 
 
 
 @dataclass
-class Followed:
+class FollowedFolder:
     """A folder whose images are predicted into a table as they arrive."""
 
     new: NewData
@@ -496,7 +498,7 @@ class Followed:
         if run.write.dry_run:
             return Result("planned", [self._output()], lines=[f"append to: {self.target}"])
         with artifact_lock(run.folder.lock(self.target), wait=run.lock.wait, poll=run.console.poll, held=_HELD):
-            self._done = continued(
+            self._done = continue_table(
                 self.target, self.new.titles, self._origins(), force=run.write.force, is_raw=self.new.shown.is_raw
             )
             self._table = _identity(os.stat(self.target))
@@ -539,12 +541,12 @@ class Followed:
                 self._predict(names[middle:])
                 return
             if (self.arrivals.folder / names[0]).exists():
-                self.new.run.console.warn(f"skipping {quoted(names[0])}: {error.message}")
+                self.new.run.console.warn(f"skipping {quote_name(names[0])}: {error.message}")
                 self.arrivals.leave_out(names[0])
             return
         _append(self.target, text, self._table)
-        self._done.update(map(in_table, names))
-        self.new.run.console.info(f"{len(names):,} new, {len(self._done):,} in total; last: {quoted(names[-1])}")
+        self._done.update(map(escape_for_table, names))
+        self.new.run.console.info(f"{len(names):,} new, {len(self._done):,} in total; last: {quote_name(names[-1])}")
 
     def _origins(self) -> set[tuple[str, str]]:
         return {(maker.predictor.path.stem, maker.choice.variant) for maker in self.new.makers}
@@ -554,14 +556,14 @@ class Followed:
 
 
 def _rules(run: Run, options: PredictOptions, maker: Maker, classes: list[str]) -> NewDataRules:
-    params = params_of(run, maker.choice, maker.origin[0], keep_samples=False)
+    params = build_params(run, maker.choice, maker.origin[0], keep_samples=False)
     return NewDataRules.of(run, maker.origin, params, maker.digest, classes, only=options.decide)
 
 
-def columns_of_rules(rules: Sequence[NewDataRules]) -> RuleColumns:
+def list_rule_columns(rules: Sequence[NewDataRules]) -> RuleColumns:
     """Return the table's columns of all these rules."""
     empty = PredictedBlock("", PredictionFile(np.empty((0, 1)), np.empty(0), None, None, np.empty(0), []))
-    return columns_of([SplitDecisions(one.name, empty, one.decisions, one.origin) for one in rules])
+    return list_columns([SplitDecisions(one.name, empty, one.decisions, one.origin) for one in rules])
 
 
 def _read_names_from_stdin() -> list[str]:
@@ -588,7 +590,9 @@ def _concatenate(held: Sequence[ExtractedFeatures]) -> ExtractedFeatures:
     return ExtractedFeatures(features, None, torch.cat(labels) if labels else None)
 
 
-def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, force: bool, is_raw: bool) -> set[str]:
+def continue_table(
+    target: Path, header: bytes, origins: set[tuple[str, str]], *, force: bool, is_raw: bool
+) -> set[str]:
     """Start a table, or prepare an existing one for more rows, and return the names of the files it covers.
 
     An interrupted command may have left part of a row, or a file's rows for some of the posteriors only. Both are removed.
@@ -609,7 +613,7 @@ def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, for
             f"{target} exists and is not a table of bnncli", hint="give \0table\0 another name", path=target
         )
     content = target.read_bytes()
-    whole = content[: _end_of_rows(content)]
+    whole = content[: _find_end_of_rows(content)]
     if not whole.startswith(header):
         hint = "give \0table\0 another name, or add \0force\0 to start over"
         raise OutputExists(f"the columns of {target} differ from those this command writes", hint=hint, path=target)
@@ -638,7 +642,7 @@ def _replace(target: Path, content: bytes) -> None:
     publish_bytes(target, content, may_replace=True)
 
 
-def _end_of_rows(content: bytes) -> int:
+def _find_end_of_rows(content: bytes) -> int:
     """Return where the last complete row ends, at a line end outside quotes."""
     end = len(content)
     while (end := content.rfind(b"\r\n", 0, end)) >= 0:
@@ -713,9 +717,9 @@ class AddedSplits:
 
 def _open_as_splits(run: Run, options: PredictOptions, new: NewData) -> AddedSplits:
     """Open the new data as splits of the run. Raises OutputExists where the run has other splits of these names."""
-    for text, flag in _named_data(options):
+    for text, flag in _parse_named_data(options):
         new.check_trusted(text, flag)
-    with about_given_data():
+    with replace_hints():
         added = AddedSplits(run, new.reader.recorded, data=options.data, ood=options.ood)
     added.check_replaces_none()
     return added
@@ -726,7 +730,7 @@ _OF_A_SPLIT = {"hold_out", "rotate", "corrupt"}  # options that apply to one spl
 
 def _recorded_options(recorded: RecordedNetwork) -> ExtractFeaturesOptions:
     """Return the options of extract-features that the run records, without the data."""
-    with interpreting(recorded.header.path):
+    with convert_lookup_errors(recorded.header.path):
         params: Mapping[str, Any] = recorded.header.provenance["params"]
         names = {spec.name for spec in fields(ExtractFeaturesOptions)} & {*params} - _OF_A_SPLIT
         asked = {name: params[name] for name in names if params[name] is not None}
@@ -734,7 +738,7 @@ def _recorded_options(recorded: RecordedNetwork) -> ExtractFeaturesOptions:
         return ExtractFeaturesOptions(**asked | placeholder | {"model": recorded.network.spec})
 
 
-def _named_data(options: PredictOptions) -> list[tuple[str, str]]:
+def _parse_named_data(options: PredictOptions) -> list[tuple[str, str]]:
     """Return each SPLIT=SPEC of new data with its option. Raises UsageError where two have the same name."""
     found = [*((text, "\0data\0") for text in options.data), *((text, "\0ood\0") for text in options.ood)]
     names = [parse_split(text, option=flag)[0] for text, flag in found]
@@ -749,7 +753,7 @@ _OF_THE_RUN = {spec.name for spec in fields(ExtractFeaturesOptions)} - {spec.nam
 
 
 @contextmanager
-def about_given_data() -> Iterator[None]:
+def replace_hints() -> Iterator[None]:
     """Replace hints that name options of extract-features, which cannot be given here."""
     try:
         yield

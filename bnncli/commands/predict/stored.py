@@ -9,12 +9,12 @@ from bnncli.artifacts.predictions import PredictionFile, write_predictions
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
 from bnncli.numerics.dirichlet import ranked_lengths
-from bnncli.options.declaration import spelled
+from bnncli.options.declaration import spell_options
 from bnncli.session.inputs import Split
-from bnncli.session.out_of_fold import knows
+from bnncli.session.out_of_fold import is_fitted_to
 from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
-from bnncli.session.predictor import IntegratorChoice, Predicted, Predictor
-from bnncli.session.produce import Computed
+from bnncli.session.predictor import IntegratorChoice, IntegratorPredictions, Predictor
+from bnncli.session.produce import ComputationOutput
 from bnncli.session.run import Run
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, *, keep_samples: bool) -> int | None:
+def estimate_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, *, keep_samples: bool) -> int | None:
     """Return the memory that predicting a split takes, in bytes; None for a last layer, whose features are streamed.
 
     Raises:
@@ -43,13 +43,13 @@ def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, 
 
 def predict_split(
     predictor: Predictor, choice: IntegratorChoice, split: Split, target: Path, *, keep_samples: bool
-) -> Computed:
+) -> ComputationOutput:
     """Predict one split, to be published at `target` by the first of the workers that share it."""
     combined = predictor.train.combined_scores(split)
     predicted = predictor.predict_split(choice, split, keep_samples=keep_samples)
     if predicted is None:
-        return Computed(None)
-    content = predictions_of(
+        return ComputationOutput(None)
+    content = build_prediction_file(
         predicted,
         labels=split.content.labels,
         sample_id=split.content.sample_id,
@@ -57,7 +57,7 @@ def predict_split(
         choice=choice,
         combined=combined,
     )
-    notes = spelled(predicted.integrator.notes())  # with options as the command line spells them
+    notes = spell_options(predicted.integrator.notes())  # with options as the command line spells them
     meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}
     meta["draws"] = predicted.integrator.num_draws
     meta["interval_level"] = None if content.interval is None else predicted.integrator.interval_level
@@ -65,10 +65,10 @@ def predict_split(
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
         return write_predictions(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
 
-    return Computed(publish, facts=facts_of(meta))
+    return ComputationOutput(publish, facts=read_facts(meta))
 
 
-def params_of(run: Run, choice: IntegratorChoice, posterior: str, *, keep_samples: bool) -> dict[str, Any]:
+def build_params(run: Run, choice: IntegratorChoice, posterior: str, *, keep_samples: bool) -> dict[str, Any]:
     """Return the parameters of a prediction that provenance records."""
     is_sampling = choice.integrator.is_sampling
     return {
@@ -82,13 +82,13 @@ def params_of(run: Run, choice: IntegratorChoice, posterior: str, *, keep_sample
     }
 
 
-def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
+def read_facts(meta: dict[str, Any]) -> dict[str, Any]:
     """Return the number of draws and the level of the intervals; None where a prediction has none."""
     return {name: meta.get(name) for name in ("draws", "interval_level")}
 
 
-def predictions_of(
-    predicted: Predicted,
+def build_prediction_file(
+    predicted: IntegratorPredictions,
     *,
     labels: Any,
     sample_id: Any,
@@ -117,7 +117,7 @@ def predictions_of(
         energy=predicted.energy.numpy(),
         max_logit=predicted.max_logit.numpy(),
         combined=combined,
-        top_k=_ranked(prediction.log_concentration, choice.top_k),
+        top_k=_count_ranked_classes(prediction.log_concentration, choice.top_k),
         group_probs=_numpy(prediction.group_probs),
         group_rows=_numpy(predicted.group_rows),
         group_weights=None if predicted.group_rows is None or groups is None else groups.weights.numpy(),
@@ -136,7 +136,7 @@ def _meta(predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[
         "is_ood": split.content.is_ood,
         "is_labeled": split.content.labels is not None,
         "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
-        **({"num_folds": predictor.header.meta["num_folds"]} if knows(predictor.header, split) else {}),
+        **({"num_folds": predictor.header.meta["num_folds"]} if is_fitted_to(predictor.header, split) else {}),
         **name_to_record(predictor.posterior.layout.likelihood_name),
     }
 
@@ -144,7 +144,7 @@ def _meta(predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[
 _MOST_CONCENTRATIONS = 1 << 22  # ranked at once, in float64
 
 
-def _ranked(log_concentration: Tensor | None, top_k: dict[str, Any] | None) -> Any:
+def _count_ranked_classes(log_concentration: Tensor | None, top_k: dict[str, Any] | None) -> Any:
     """Return how many classes each example keeps, (N,), in blocks of rows; None where classes are not ranked."""
     if log_concentration is None or top_k is None:
         return None

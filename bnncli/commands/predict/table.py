@@ -32,8 +32,8 @@ from bnncli.integrators._partitions import LEVEL
 from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.numerics import dirichlet
-from bnncli.options.declaration import spelled
-from bnncli.session.decisions import Decidable, open_decisions, scores_of, why_unfit
+from bnncli.options.declaration import spell_options
+from bnncli.session.decisions import Decidable, explain_unfit_rule, open_decisions, scores_of
 from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import PredictedSplit
 
@@ -105,7 +105,7 @@ class SplitDecisions:
             result = self._result(decision)
             own = "" if decision.name == decision.kind else f" ({decision.name})"
             if "p_value" in result:
-                parts.append(f"{shift_text(result)}{own}")
+                parts.append(f"{describe_shift(result)}{own}")
             elif "mean_size" in result:
                 parts.append(f"mean set size {result['mean_size']:.3g}{own}")
             else:
@@ -129,7 +129,7 @@ class SplitDecisions:
         return None if found is None else found[self.first :]
 
 
-def shift_text(result: Mapping[str, Any]) -> str:
+def describe_shift(result: Mapping[str, Any]) -> str:
     """Describe the result of a shift rule."""
     p_value = "-" if result["p_value"] is None else f"{result['p_value']:.3g}"
     return f"shift p {p_value}{': ALARM' if result['is_alarm'] else ''}"
@@ -163,7 +163,7 @@ def decide(run: Run, files: Sequence[Path], *, only: Sequence[str]) -> list[Spli
         if name not in opened:
             wanted = [rule for rule in only if rule in existing[name]]
             opened[name] = open_decisions(run, name, only=wanted) if wanted or not only else []
-        reasons = {one.name: why_unfit(one, split.header, split.file.classes) for one in opened[name]}
+        reasons = {one.name: explain_unfit_rule(one, split.header, split.file.classes) for one in opened[name]}
         for why in dict.fromkeys(reason for reason in reasons.values() if reason is not None):
             skipped = ", ".join(rule for rule, reason in reasons.items() if reason == why)
             run.console.info(f"{name} {split.name}: skipping rule {skipped}: {why}")
@@ -194,7 +194,7 @@ def few_draws_lines(run: Run, levels: Mapping[str, tuple[str, float]]) -> list[s
             if {posterior, "laplace"} <= known and posterior != "laplace":
                 more = "; \0posterior\0 laplace has them"
             lines.append(
-                spelled(f"{name}: too few draws for 95% intervals; using {percent(level, '.0f')} intervals{more}")
+                spell_options(f"{name}: too few draws for 95% intervals; using {percent(level, '.0f')} intervals{more}")
             )
     return lines
 
@@ -338,9 +338,9 @@ class ShownColumns:
             decisions: columns of the rules.
         """
         columns = (
-            _of_classes(content, rows, self.merges, level=origin.level, has_top_k=self.has_top_k)
+            _build_class_columns(content, rows, self.merges, level=origin.level, has_top_k=self.has_top_k)
             if origin.is_exclusive
-            else _of_labels(content, rows, level=origin.level)
+            else _build_label_columns(content, rows, level=origin.level)
         )
         ids = {"sample_id": content.sample_id[rows]}
         block = TableBlock(origin[:3], {**ids, **columns, **decisions}, sets=self.rules.sets, is_raw=self.is_raw)
@@ -379,7 +379,7 @@ def make_table(
     has_names = any(names.get(str(meta["split"])) is not None for meta in metas)
     task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
 
-    rules = columns_of(decided)
+    rules = list_columns(decided)
     shown = ShownColumns(merges, has_top_k, has_names, probabilities, rules, is_raw)
 
     def blocks() -> Iterator[TableBlock]:
@@ -399,7 +399,7 @@ def make_table(
     return Result("", [{"role": "table", "path": str(target), "content_digest": digest}])
 
 
-def columns_of(decided: Sequence[SplitDecisions]) -> RuleColumns:
+def list_columns(decided: Sequence[SplitDecisions]) -> RuleColumns:
     """Return the columns of all rules of these files."""
     titled = [(_titles(one.name, one.kind), one.kind) for own in decided for one in own.decisions]
     names = tuple(dict.fromkeys(title for titles, _ in titled for title in titles))
@@ -414,7 +414,7 @@ def _titles(name: str, kind: str) -> tuple[str, ...]:
     return _TITLES[kind] if name == kind else tuple(f"{name}_{title}" for title in _TITLES[kind])
 
 
-def _of_classes(
+def _build_class_columns(
     content: PredictionFile, rows: slice, merges: Sequence[Merge], *, level: float | None, has_top_k: bool
 ) -> dict[str, Array]:
     """Return the columns of examples with one class each."""
@@ -423,12 +423,12 @@ def _of_classes(
     columns: dict[str, Array] = {
         "predicted": predicted,
         "probability": np.take_along_axis(probs, predicted[:, None], axis=1)[:, 0],
-        **_of_examples(content, rows),
-        **_intervals(content, rows, level, is_exclusive=True),
+        **_build_example_columns(content, rows),
+        **_build_interval_columns(content, rows, level, is_exclusive=True),
         "label": np.full(len(probs), -1, dtype=np.int64) if content.labels is None else content.labels[rows],
     }
     if has_top_k:
-        columns[TOP_K] = _ranked(probs, None if content.top_k is None else content.top_k[rows])
+        columns[TOP_K] = _list_ranked_classes(probs, None if content.top_k is None else content.top_k[rows])
     for merge in merges:
         columns |= _merge_columns(
             merge, probs, np.empty(0) if content.log_concentration is None else content.log_concentration[rows]
@@ -436,7 +436,7 @@ def _of_classes(
     return columns
 
 
-def _ranked(probs: Array, lengths: Array | None) -> Array:
+def _list_ranked_classes(probs: Array, lengths: Array | None) -> Array:
     """Return the classes that the ranking keeps, most probable first, (n, k), padded with -1."""
     if lengths is None or len(lengths) == 0:
         return np.full((len(probs), 1), -1, dtype=np.int64)
@@ -456,26 +456,28 @@ def _merge_columns(merge: Merge, probs: Array, log_concentration: Array) -> dict
     return columns | {f"{merge.name}_low": low, f"{merge.name}_high": high}
 
 
-def _of_labels(content: PredictionFile, rows: slice, *, level: float | None) -> dict[str, Array]:
+def _build_label_columns(content: PredictionFile, rows: slice, *, level: float | None) -> dict[str, Array]:
     """Return the columns of examples with several labels each; those of labels are (n, L)."""
     probs = np.asarray(content.probs[rows])
     absent = np.full(probs.shape, -1, dtype=np.int64)
     return {
         "predicted": (probs >= THRESHOLD).astype(np.int64),
-        **_of_examples(content, rows),
-        **_intervals(content, rows, level, is_exclusive=False),
+        **_build_example_columns(content, rows),
+        **_build_interval_columns(content, rows, level, is_exclusive=False),
         "label": absent if content.labels is None else content.labels[rows].astype(np.int64),
     }
 
 
-def _of_examples(content: PredictionFile, rows: slice) -> dict[str, Array]:
+def _build_example_columns(content: PredictionFile, rows: slice) -> dict[str, Array]:
     """Return the scores (n,) of each example; NaN for scores that the file lacks."""
     values = {name: getattr(content, name) for name in ("entropy", "mutual_info", "energy", "max_logit")}
     missing = np.full(len(content.sample_id[rows]), np.nan, dtype=np.float32)
     return {name: missing if value is None else value[rows] for name, value in values.items()}
 
 
-def _intervals(content: PredictionFile, rows: slice, level: float | None, *, is_exclusive: bool) -> dict[str, Array]:
+def _build_interval_columns(
+    content: PredictionFile, rows: slice, level: float | None, *, is_exclusive: bool
+) -> dict[str, Array]:
     """Return the ends of the intervals, (n,) or (n, L), and their level (n,); NaN without intervals."""
     shape = content.probs[rows].shape[: 1 if is_exclusive else 2]
     if content.interval is None:

@@ -13,7 +13,7 @@ from bnncli.artifacts.atomic import check_takes_files, check_writable
 from bnncli.artifacts.outputs import check_figure_path, check_page_path, write_figure, write_page
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import Interrupted, MissingInput, UsageError, WriteError
-from bnncli.figures.style import Shown, figure_file
+from bnncli.figures.style import FigureContent, figure_file
 from bnncli.names import counted
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.command import (
@@ -26,7 +26,7 @@ from bnncli.options.command import (
     WriteOptions,
     accept_poor_network_option,
 )
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import CheckedOptions, option
 from bnncli.options.shared import trust_code_option
 from bnncli.session.network_fit import check_network_fits
 from bnncli.session.run import Result, Run, each_checkpoint
@@ -36,7 +36,7 @@ FIGURE_FORMATS = ("png", "pdf", "svg")  # the first is what is taken where none 
 
 
 @dataclass(frozen=True)
-class ReportOptions(Checked):
+class ReportOptions(CheckedOptions):
     """Options of report."""
 
     out: str | None = option(
@@ -105,17 +105,17 @@ def run(run: Run, options: ReportOptions) -> Result:
     for one in runs:
         check_folder(one)
     path = check_page(run, runs, options)
-    with said_when_interrupted(UNWRITTEN):
+    with report_interruption(UNWRITTEN):
         from bnncli.commands.report.subject import check_run  # slow to import, like the work
 
         for one in runs:
             check_run(one)
             check_network_fits(one, ("train", "val", options.split or "test"), is_accepted=options.accept_poor_network)
     if run.write.dry_run:
-        return planned(path, options)
-    with locked(run, runs, path):
+        return build_dry_run_result(path, options)
+    with lock_page(run, runs, path):
         check_page(run, runs, options)  # who had the lock may have written it
-        return _written(run, runs, path, options)
+        return _write_page(run, runs, path, options)
 
 
 def check_folder(run: Run) -> None:
@@ -141,7 +141,7 @@ def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
     """
     path = page_path(runs, options)
     others = [one.checkpoint_path for one in runs]
-    check_page_path(path, _FLAG, recorded_options(runs, options), force=run.write.force, others=others)
+    check_page_path(path, _FLAG, collect_options(runs, options), force=run.write.force, others=others)
     if options.figures is not None:  # their names are known only after the work
         check_writable(Path(options.figures), hint="choose another place with --figures")
     return path
@@ -160,7 +160,7 @@ def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
 _SIZE = 1 << 20
 
 
-def planned(path: Path, options: ReportOptions) -> Result:
+def build_dry_run_result(path: Path, options: ReportOptions) -> Result:
     """Return the result of --dry-run."""
     output = {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
     lines = [f"write: {path}"]
@@ -170,7 +170,7 @@ def planned(path: Path, options: ReportOptions) -> Result:
 
 
 @contextmanager
-def locked(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
+def lock_page(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
     """Hold the lock of the page, after checking that its folder is writable.
 
     Raises:
@@ -182,21 +182,21 @@ def locked(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
         yield
 
 
-def _written(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> Result:
+def _write_page(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> Result:
     from bnncli.commands.report import whole
 
-    with said_when_interrupted(UNWRITTEN):
-        sections, summaries = whole.sections_of(runs, options)
+    with report_interruption(UNWRITTEN):
+        sections, summaries = whole.build_sections(runs, options)
         figures = [figure for section in sections for figure in section.figures]
         paths = figure_paths(run, figures, path, options)
-        content = whole.page_of(runs, sections, recorded_options(runs, options))
+        content = whole.build_page(runs, sections, collect_options(runs, options))
     result = write_files(run, (path, content), figures, paths)
     result.summary = [*summaries, counted(len(figures), "figure")]
     result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}
     return result
 
 
-def figure_paths(run: Run, figures: Sequence[Shown], page: Path, options: ReportOptions) -> list[Path]:
+def figure_paths(run: Run, figures: Sequence[FigureContent], page: Path, options: ReportOptions) -> list[Path]:
     """Return the paths of the figures, format by format, after checking them. Raises OutputExists, UsageError."""
     if options.figures is None:
         return []
@@ -209,7 +209,7 @@ def figure_paths(run: Run, figures: Sequence[Shown], page: Path, options: Report
 _MOST_RECORDED = 1 << 13  # letters of a request that stand in the page itself, not as their digest
 
 
-def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
+def collect_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
     """Return the options that change the page, as JSON. The page records them, and a page with other options is not replaced.
 
     --trust-code is not among them: a page says itself where code would have to be trusted.
@@ -224,23 +224,23 @@ def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, A
     return found if len(str(found)) <= _MOST_RECORDED else {"request": json_sha256(found)}
 
 
-def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], paths: Sequence[Path]) -> Result:
+def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[FigureContent], paths: Sequence[Path]) -> Result:
     """Publish the page and the figures, and leave identical existing files untouched.
 
     Raises:
         WriteError: a file could not be written. Those before it are complete.
     """
     path, content = page
-    with said_when_interrupted(UNWRITTEN):
-        result = _published("report", path, content, write_page)
+    with report_interruption(UNWRITTEN):
+        result = _publish_file("report", path, content, write_page)
     result.outputs[0]["bytes"] = len(content)
     names = {figure.name: figure for figure in figures}
-    with said_when_interrupted("the report was written, but not all of its figures"):
+    with report_interruption("the report was written, but not all of its figures"):
         for target in paths:
             run.console.poll(f"draw {target.name}")
             drawn = figure_file(names[target.stem], target.suffix[1:])
             try:
-                result.add(_published(f"figure.{target.stem}", target, drawn, write_figure))
+                result.add(_publish_file(f"figure.{target.stem}", target, drawn, write_figure))
             except WriteError as error:
                 message = f"--figures: {target} could not be written; the report is complete"
                 raise WriteError(message, hint=error.hint, path=target) from None
@@ -248,7 +248,7 @@ def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], pa
 
 
 @contextmanager
-def said_when_interrupted(how_far: str) -> Iterator[None]:
+def report_interruption(how_far: str) -> Iterator[None]:
     """Report a signal inside the block with what exists of the report, instead of the step it interrupted."""
     try:
         yield
@@ -256,7 +256,7 @@ def said_when_interrupted(how_far: str) -> Iterator[None]:
         raise Interrupted(error.exit - 128, f"{error.message.partition(' at ')[0]}; {how_far}") from None
 
 
-def _published(role: str, path: Path, content: bytes, write: Callable[[Path, bytes], str]) -> Result:
+def _publish_file(role: str, path: Path, content: bytes, write: Callable[[Path, bytes], str]) -> Result:
     """Publish one file and return its output entry."""
     with convert_read_errors(path):
         there = path.read_bytes() if path.is_file() else None

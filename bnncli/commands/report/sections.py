@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.posteriors import DecisionFile, read_posterior
 from bnncli.commands.diagnose import Judgement
 from bnncli.commands.diagnose.diagnosis import diagnosis_tables
-from bnncli.commands.report.subject import MOST_DRAWN, Subject, parameter_name, tried
+from bnncli.commands.report.subject import MOST_DRAWN, Subject, parameter_name, try_find
 from bnncli.evaluation.convergence import GOOD_RHAT, RankStatistics, parameter_statistics
 from bnncli.evaluation.curves import (
     HISTOGRAM_EDGES,
@@ -38,18 +38,18 @@ from bnncli.figures.chains import ChainTraces, Histogram, Mixing, RankHistograms
 from bnncli.figures.fits import LABELS, LinePanel, LinePanels, PriorPrecisionCurve, Series
 from bnncli.figures.pages import Block, DataTable, Missing, TableCell, code, element, paragraph
 from bnncli.figures.posteriors import DistanceMatrix, Marginal, Marginals, Weights, WeightSpread
-from bnncli.figures.predictions import ConfidenceHistograms, ReliabilityDiagrams, RiskCoverage, Roc, merged
+from bnncli.figures.predictions import ConfidenceHistograms, ReliabilityDiagrams, RiskCoverage, Roc, merge_equal_curves
 from bnncli.figures.scores import Line, ScoreIntervals, ScorePanel
 from bnncli.latent.fit import History
 from bnncli.names import percent
 from bnncli.options.scoring import Quantity
-from bnncli.session.chains import deciding_line
+from bnncli.session.chains import format_deciding_diagnostic
 from bnncli.session.decisions import open_decisions
 from bnncli.session.inputs import open_samples, require_draws
 from bnncli.session.predictions import PredictionGroup
 from bnncli.session.run import Table
 from bnncli.session.score_rows import PredictedSplit, find_metric
-from bnncli.session.score_tables import legend, score_table, score_title, shown_scores
+from bnncli.session.score_tables import build_score_columns, legend, score_table, score_title
 from bnncli.session.val_report import gain_table
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _figure(subject: Subject) -> ScoreIntervals | None:
         :MOST_DRAWN
     ]
     panels = []
-    for score in shown_scores(rows, subject.shown.shown_scores):
+    for score in build_score_columns(rows, subject.shown.shown_scores):
         lines = []
         for metric in score.metrics:
             ends = None if metric is None else metric.get("interval")
@@ -133,7 +133,7 @@ def calibration(subject: Subject) -> list[Block]:
     if not found:
         return [Missing(f"Split {subject.split} has no labels, so calibration cannot be measured.")]
     errors = {subject.titles[group.name]: score_value(subject, group, Quantity("ece")) for group in subject.drawn}
-    return [*left_out(subject), ReliabilityDiagrams(found, subject.split, errors, subject.key)]
+    return [*note_left_out(subject), ReliabilityDiagrams(found, subject.split, errors, subject.key)]
 
 
 def _reliability_curve(subject: Subject, group: PredictionGroup) -> Curve | None:
@@ -145,7 +145,7 @@ def _reliability_curve(subject: Subject, group: PredictionGroup) -> Curve | None
     return None if split.file.labels is None else reliability_curve_of_predictions(split.file.probs, split.examples)
 
 
-def left_out(subject: Subject) -> list[Any]:
+def note_left_out(subject: Subject) -> list[Any]:
     """Return a sentence where there are more posteriors than a figure shows."""
     assert not isinstance(subject.groups, Missing)
     rest = len(subject.groups) - len(subject.drawn)
@@ -211,7 +211,7 @@ def _roc(subject: Subject, ood: str) -> Roc | None:
             curves[title], areas[title] = curve, score_value(subject, group, Quantity("auroc", (ood, score)))
     if not curves:
         return None
-    shown, known = merged(curves, areas)
+    shown, known = merge_equal_curves(curves, areas)
     return Roc(shown, subject.split, ood, known, score, subject.key)
 
 
@@ -279,13 +279,13 @@ def _cells(posterior: str, rule: DecisionFile, metric: dict[str, Any]) -> list[T
     return [
         TableCell(posterior),
         TableCell(rule.name),
-        TableCell(_guaranteed(rule)),
+        TableCell(_describe_guarantee(rule)),
         TableCell(f"{title}{other}"),
         value,
     ]
 
 
-def _guaranteed(rule: DecisionFile) -> str:
+def _describe_guarantee(rule: DecisionFile) -> str:
     """In a few words."""
     settings = rule.header.meta["settings"]
     sure = settings.get("confidence")
@@ -355,9 +355,9 @@ def fits(subject: Subject) -> list[Block]:
     curves: list[Block] = []
     panels = []
     for name, header in list(subject.headers.items())[:MOST_DRAWN]:
-        curve = tried(partial(_search_curve, subject, name, header)) if len(curves) < _MOST_CURVES else None
+        curve = try_find(partial(_search_curve, subject, name, header)) if len(curves) < _MOST_CURVES else None
         curves += [curve] if curve is not None else []
-        trace = tried(partial(_epoch_trace, name, header))
+        trace = try_find(partial(_epoch_trace, name, header))
         if isinstance(trace, Missing):
             curves.append(trace)
         elif trace is not None:
@@ -386,7 +386,7 @@ def fits(subject: Subject) -> list[Block]:
 
 def _search_curve(subject: Subject, name: str, header: Header) -> PriorPrecisionCurve | None:
     """Return the curve of the search for the prior precision; None without a search."""
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         points, criterion = header.meta.get("curve"), header.meta.get("criterion")
         if not points or criterion not in LABELS:
             return None
@@ -570,7 +570,7 @@ def chains(subject: Subject) -> list[Block]:
     blocks: list[Block] = []
     for name, header in list(found.items())[:_MOST_POSTERIORS]:
         blocks.append(element("h3", name))
-        made = tried(partial(_of_posterior, subject, name, header))
+        made = try_find(partial(_build_figures, subject, name, header))
         blocks += [made] if isinstance(made, Missing) else made
     if not found:
         blocks = [
@@ -588,7 +588,7 @@ _MOST_PARAMETERS = 4096  # judged one by one, evenly over all
 LOG_POSTERIOR = "log posterior density"
 
 
-def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
+def _build_figures(subject: Subject, name: str, header: Header) -> list[Block]:
     """Return the figures of one sampled posterior."""
     require_draws(subject.run, header)
     posterior, content = open_samples(header.path)
@@ -596,7 +596,7 @@ def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
     places = np.unique(np.linspace(0, draws.shape[2] - 1, min(_MOST_PARAMETERS, draws.shape[2])).round().astype(int))
     statistics = parameter_statistics(draws[:, :, places], device=subject.run.device)
     shown = np.unique(np.linspace(0, len(draws) - 1, min(_MOST_CHAINS, len(draws))).round().astype(int))
-    worst = int(places[_worst(statistics)]) if statistics is not None else 0
+    worst = int(places[_find_worst_parameter(statistics)]) if statistics is not None else 0
     quantity = f"{parameter_name(header.meta, worst)}{' (mixes worst)' if statistics is not None else ''}"
     values = {quantity: np.asarray(draws[:, :, worst], dtype=np.float64)}
     log_density = content.stats.get("lp")
@@ -604,7 +604,7 @@ def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
         values = {LOG_POSTERIOR: np.asarray(log_density, dtype=np.float64), **values}
     numbers = (shown + 1).tolist()
     found: list[Block] = [
-        paragraph(_said(header)),
+        paragraph(_describe_draws(header)),
         ChainTraces(
             name, [_chain_trace(what, one[shown], numbers) for what, one in values.items()], len(draws), subject.key
         ),
@@ -625,16 +625,16 @@ def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
     return found
 
 
-def _worst(statistics: RankStatistics) -> int:
+def _find_worst_parameter(statistics: RankStatistics) -> int:
     """Return the parameter with the largest R-hat or, where that is undefined, the smallest effective sample size."""
     r_hat: Any = statistics.r_hat
     return int(r_hat.argmax()) if bool(r_hat.isfinite().all()) else int(statistics.ess_bulk.argmin())
 
 
-def _said(header: Header) -> str:
+def _describe_draws(header: Header) -> str:
     """Say how many draws there are, and how they agree on what decides."""
-    with interpreting(header.path):
-        return f"{deciding_line(header.meta['metrics'])}."
+    with convert_lookup_errors(header.path):
+        return f"{format_deciding_diagnostic(header.meta['metrics'])}."
 
 
 _NUM_BLOCKS = 32

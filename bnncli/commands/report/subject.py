@@ -21,7 +21,7 @@ from bnncli import registry
 from bnncli.artifacts.features import read_sample_ids
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import carries_our_mark
-from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands.diagnose import DiagnoseOptions, Judgement, judge
 from bnncli.commands.status import StatusOptions
@@ -33,12 +33,12 @@ from bnncli.evaluation.curves import BinnedConfidence, PredictedRow, bin_confide
 from bnncli.evaluation.detectors import usual_score
 from bnncli.evaluation.verdict import POINTS
 from bnncli.figures.pages import Block, DataTable, Gallery, Missing, ShownInput, TableCell, commands, paragraph
-from bnncli.names import posterior_title, printable, quoted
-from bnncli.options.declaration import spelled
+from bnncli.names import posterior_title, printable, quote_name
+from bnncli.options.declaration import spell_options
 from bnncli.options.scoring import EvaluateOptions
 from bnncli.session.inputs import load_split, require_draws
 from bnncli.session.predictions import PredictionGroup, maker_of, open_groups
-from bnncli.session.recommendation import Recommended, metrics_of, recommended
+from bnncli.session.recommendation import RecommendedPredictor, metrics_of, recommended
 from bnncli.session.run import Run
 from bnncli.session.score_rows import PredictedSplit
 from bnncli.system.memory import require
@@ -103,7 +103,7 @@ def damaged(run: Run, named: list[str]) -> list[Damaged]:
                 continue
             if isinstance(error, NOT_OF_CONTENT):
                 raise
-            command = _in_its_place(path, _command(run, path))
+            command = _keep_replaceable(path, _find_command(run, path))
             if path.stem in named and path.parent.name == "posteriors":
                 raise DataError(error.message, hint=command or error.hint, code=error.code, path=path) from None
             what = error.message.removeprefix(str(path)).lstrip(": ")
@@ -120,7 +120,7 @@ def _check(run: Run, path: Path) -> None:
     check_artifact(path)
 
 
-def _in_its_place(path: Path, command: str | None) -> str | None:
+def _keep_replaceable(path: Path, command: str | None) -> str | None:
     """The command; of a file that does not show any more that it is ours, which nothing replaces, once that is moved away."""
     if command is None or carries_our_mark(path):
         return command
@@ -128,11 +128,11 @@ def _in_its_place(path: Path, command: str | None) -> str | None:
     return f"mv {own} {away} && {command}"
 
 
-def _command(run: Run, path: Path) -> str | None:
+def _find_command(run: Run, path: Path) -> str | None:
     """The command that makes a damaged artifact again, in its place: its own, or, where it does not say, the usual one of its name."""
     kind, name = path.parent.name, path.stem
     beside = sorted(path.parent.glob("[!.]*.h5"), key=lambda one: one != path) if path.suffix == ".h5" else [path]
-    headers = (tried(partial(read_header, one)) for one in beside)  # the splits of predictions come from one command
+    headers = (try_find(partial(read_header, one)) for one in beside)  # the splits of predictions come from one command
     header = next((one for one in headers if isinstance(one, Header)), None)
     if header is not None:
         return run.remake(header, force=True)
@@ -152,7 +152,7 @@ def _command(run: Run, path: Path) -> str | None:
 
 def _features_command(run: Run, names: list[str]) -> str:
     """Return the command that recomputes the features, from the header of any split that has one."""
-    headers = (tried(partial(read_header, run.folder.features(name))) for name in names)
+    headers = (try_find(partial(read_header, run.folder.features(name))) for name in names)
     made = (run.remake(header, force=True) for header in headers if isinstance(header, Header))
     usual = run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"], force=True)
     return next((command for command in made if command is not None), usual)
@@ -207,7 +207,7 @@ class Subject:
         for path in self.run.folder.posteriors():
             if path in self.left_out:
                 continue
-            header = tried(partial(read_header, path))
+            header = try_find(partial(read_header, path))
             if isinstance(header, Header) and (not named or path.stem in named):
                 found[path.stem] = header
         return found
@@ -220,7 +220,7 @@ class Subject:
             names = ", ".join(self.options.posterior)
             maker = self.run.suggest("predict", posterior=self.options.posterior)
             return Missing(f"There are no predictions by {names}.", maker)
-        found = tried(lambda: open_groups(self.run, posteriors=posteriors, leave_out=self.left_out))
+        found = try_find(lambda: open_groups(self.run, posteriors=posteriors, leave_out=self.left_out))
         if isinstance(found, Missing):
             return found
         kept = [group for group in found if self.split in group.splits(is_ood=False)]
@@ -277,22 +277,22 @@ class Subject:
                 f"There is no posterior {', '.join(self.options.posterior)}.", self.run.suggest("fit-laplace")
             )
         options = DiagnoseOptions(posterior=named, trust_code=self.options.trust_code)
-        return tried(lambda: judge(replace(self.run, heads={}), options, leave_out=self.left_out))
+        return try_find(lambda: judge(replace(self.run, heads={}), options, leave_out=self.left_out))
 
     @cached_property
-    def recommended(self) -> Recommended | None:
+    def recommended(self) -> RecommendedPredictor | None:
         """What to predict with, as diagnose has it: what auto recommends, else by the same rule; None where that is unknown."""
         if not isinstance(self.judgement, Missing):
             return self.judgement.recommended
         if self.run.folder.recommended in self.left_out:
             return None
-        found = tried(lambda: recommended(self.run))
+        found = try_find(lambda: recommended(self.run))
         return None if isinstance(found, Missing) else found
 
     @cached_property
     def rows(self) -> list[dict[str, Any]] | Missing:
         """What evaluate knows of the split, a row for each group, in the order of the groups."""
-        found = tried(lambda: metrics_of(self.run, posterior=None, split=self.split))
+        found = try_find(lambda: metrics_of(self.run, posterior=None, split=self.split))
         if isinstance(found, Missing) or isinstance(self.groups, Missing):
             return found
         order = [group.name for group in self.groups]
@@ -355,10 +355,10 @@ class Subject:
         return folders | {name.partition(".")[0] for name in folders}
 
     def _is_ood(self, split: str) -> bool:
-        header = tried(lambda: read_header(self.run.folder.features(split)))
+        header = try_find(lambda: read_header(self.run.folder.features(split)))
         if isinstance(header, Missing):  # the features are gone
             paths = [path for path in self.run.folder.prediction_files() if path.stem == split]
-            header = tried(lambda: read_header(paths[0]))
+            header = try_find(lambda: read_header(paths[0]))
         return isinstance(header, Header) and bool(header.meta.get("is_ood"))
 
     def _is_point(self, group: PredictionGroup) -> bool:
@@ -385,7 +385,7 @@ _KINDS = {"features": 0, "posterior": 1, "samples": 1, "predictions": 2, "metric
 def origins(subject: Subject) -> list[Block]:
     """The section."""
     run = subject.run
-    found = tried(lambda: importlib.import_module("bnncli.commands.status").run(run, StatusOptions()))
+    found = try_find(lambda: importlib.import_module("bnncli.commands.status").run(run, StatusOptions()))
     if isinstance(found, Missing):
         return [found]
     told = {str(one.path): one.what for one in subject.damaged}  # status reads headers alone
@@ -416,14 +416,14 @@ def origins(subject: Subject) -> list[Block]:
         columns,
         [_row(entry) for entry in made[:_MOST_ROWS]],
     )
-    network = tried(partial(_network, subject))
+    network = try_find(partial(_network, subject))
     blocks: list[Block] = [
         network if isinstance(network, Missing) else paragraph(network),
         commands(list(dict.fromkeys(lines))),
         first,
         table,
     ]
-    warnings = _warnings(subject)
+    warnings = _collect_warnings(subject)
     if warnings:
         blocks.append(
             DataTable(
@@ -437,9 +437,9 @@ def origins(subject: Subject) -> list[Block]:
 
 
 def _row(entry: dict[str, Any]) -> list[TableCell]:
-    header = tried(partial(read_header, Path(entry["path"])))
+    header = try_find(partial(read_header, Path(entry["path"])))
     inputs = [one["role"] for one in header.inputs] if isinstance(header, Header) else []
-    digest = _short(str(entry["content_digest"] or "–"))
+    digest = _shorten_digest(str(entry["content_digest"] or "–"))
     return [TableCell(entry["name"]), TableCell(", ".join(inputs) or "–"), TableCell(entry["state"]), TableCell(digest)]
 
 
@@ -456,7 +456,7 @@ class _Look:
         header = next(header for header in group.headers if header.meta["split"] == split)
         self.classes = read_predictions(header.path).classes
         self.most_bytes = _IMAGE_BYTES // (_MOST_GALLERIES * subject.options.examples)
-        self.stored = tried(partial(_open, subject, split))
+        self.stored = try_find(partial(_open, subject, split))
 
     def gallery(self, title: str, rows: Sequence[PredictedRow]) -> list[Block]:
         """The examples with a title; nothing where there are none."""
@@ -467,9 +467,9 @@ class _Look:
         label = None if one.label is None else class_name(list(self.classes), one.label)
         what = "right" if one.label == one.predicted else f"in truth {label}" if label is not None else "no label"
         item, name = (None, None) if isinstance(self.stored, Missing) else self.stored.item(one.row)
-        place = f"row {one.row}" + (f", {quoted(name, limit=60)}" if name else "")
+        place = f"row {one.row}" + (f", {quote_name(name, limit=60)}" if name else "")
         said = f"{predicted}, {one.confidence:.4f} ({what}); {place}"
-        png, text = png_of(item, most_bytes=self.most_bytes), text_of(item)
+        png, text = encode_png(item, most_bytes=self.most_bytes), shorten_text(item)
         kind = "Image" if png is not None else "Text" if text is not None else "Input"
         truth = f" of {label}" if label is not None else ""
         return ShownInput(
@@ -477,7 +477,7 @@ class _Look:
         )
 
 
-class _Stored:
+class _StoredSplit:
     """A split's data, opened again and known to be those that were predicted."""
 
     def __init__(self, split: InputSplit) -> None:
@@ -513,7 +513,7 @@ def inputs(subject: Subject) -> list[Block]:
             kind="note",
         )
         for split, look in {subject.split: found, **looks}.items()
-        if isinstance(look.stored, _Stored) and look.stored.split.spec.startswith(_CODE)
+        if isinstance(look.stored, _StoredSplit) and look.stored.split.spec.startswith(_CODE)
     ]
     blocks += found.gallery(f"Least certain of {subject.split}", inside.least_certain)
     blocks += found.gallery(f"Most certain of {subject.split}", inside.most_certain)
@@ -523,7 +523,7 @@ def inputs(subject: Subject) -> list[Block]:
     return blocks
 
 
-def _open(subject: Subject, split: str) -> _Stored:
+def _open(subject: Subject, split: str) -> _StoredSplit:
     """The data of a split.
 
     Raises:
@@ -532,7 +532,7 @@ def _open(subject: Subject, split: str) -> _Stored:
     """
     path = subject.run.folder.features(split)
     header = read_header(path)
-    with interpreting(path):
+    with convert_lookup_errors(path):
         spec = header.provenance.get("source")
     if not isinstance(spec, str) or "model" not in header.provenance["params"]:
         raise DataError(f"the inputs of {split} are unknown: its features were given as arrays")
@@ -542,13 +542,13 @@ def _open(subject: Subject, split: str) -> _Stored:
             hint="add \0trust_code\0 if the code is yours",
         )
     dataset, rows = open_stored(spec), read_sample_ids(path)
-    return _Stored(_as_predicted(header, spec, dataset, rows))
+    return _StoredSplit(_open_predicted_split(header, spec, dataset, rows))
 
 
 _MODES = ("L", "RGB")
 
 
-def _as_predicted(header: Header, spec: str, dataset: Any, rows: np.ndarray) -> InputSplit:
+def _open_predicted_split(header: Header, spec: str, dataset: Any, rows: np.ndarray) -> InputSplit:
     """The split of these rows. Raises DataError unless its content is what the features were made of."""
     if len(rows) and int(rows.max()) >= len(dataset):
         raise DataError(f"{spec} has changed since the features were extracted: it has {len(dataset)} rows now")
@@ -564,7 +564,7 @@ _SIDES = (64, 48, 32, 24)  # the most pixels along a side, until the file is sma
 _WIDE = ("I", "F")  # modes of more than 8 bits, which PIL cuts at 255 where arrays are scaled
 
 
-def png_of(item: Any, *, most_bytes: int = 1 << 14) -> bytes | None:
+def encode_png(item: Any, *, most_bytes: int = 1 << 14) -> bytes | None:
     """A small PNG of an image: an array (H, W), (H, W, C) or (C, H, W) of one or three channels, or a PIL image; None of what is none.
 
     Args:
@@ -572,7 +572,7 @@ def png_of(item: Any, *, most_bytes: int = 1 << 14) -> bytes | None:
     """
     if isinstance(item, Image.Image) and item.mode.startswith(_WIDE):
         item = np.asarray(item)
-    image = item if isinstance(item, Image.Image) else _image_of(np.asarray(item)) if _is_array(item) else None
+    image = item if isinstance(item, Image.Image) else _convert_image(np.asarray(item)) if _is_array(item) else None
     if image is None:
         return None
     image = image.convert("L" if image.mode in ("1", "L") else "RGB")
@@ -592,7 +592,7 @@ def _is_array(item: Any) -> bool:
     return isinstance(item, np.ndarray) or hasattr(item, "__array__")
 
 
-def _image_of(array: NDArray[Any]) -> Image.Image | None:
+def _convert_image(array: NDArray[Any]) -> Image.Image | None:
     if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3):
         array = np.moveaxis(array, 0, 2)
     if array.ndim == 3 and array.shape[2] == 1:
@@ -611,7 +611,7 @@ def _image_of(array: NDArray[Any]) -> Image.Image | None:
 _MOST_LETTERS = 300
 
 
-def text_of(item: Any) -> str | None:
+def shorten_text(item: Any) -> str | None:
     """The beginning of a text, or of a pair of them, on one line; None of what is none."""
     parts = [item] if isinstance(item, str) else item if isinstance(item, tuple | list) else []
     if not parts or not all(isinstance(part, str) for part in parts):
@@ -622,14 +622,16 @@ def text_of(item: Any) -> str | None:
 
 def _network(subject: Subject) -> str:
     """Which network the run is of, in a sentence."""
-    headers = [tried(partial(read_header, subject.run.folder.features(name))) for name in subject.run.folder.splits()]
+    headers = [
+        try_find(partial(read_header, subject.run.folder.features(name))) for name in subject.run.folder.splits()
+    ]
     header = next((one for one in headers if isinstance(one, Header)), None)
     if header is None:
         return "These commands, in this order, produce what this report shows."
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         record, params = header.provenance.get("checkpoint"), header.provenance.get("params", {})
         model = f"the model {params['model']}" if params.get("model") else "ready features"
-        digest = "" if record is None else f" (weights {_short(str(record['weights_digest']))})"
+        digest = "" if record is None else f" (weights {_shorten_digest(str(record['weights_digest']))})"
         size = int(header.meta["num_features"])
     return (
         f"Checkpoint {subject.name}{digest}, {model}, {size} features per example. These commands, in this "
@@ -640,7 +642,7 @@ def _network(subject: Subject) -> str:
 Found = TypeVar("Found")
 
 
-def tried(find: Callable[[], Found]) -> Found | Missing:
+def try_find(find: Callable[[], Found]) -> Found | Missing:
     """What is found, or as something missing what is wrong with the artifacts that it is found in.
 
     Raises:
@@ -651,15 +653,15 @@ def tried(find: Callable[[], Found]) -> Found | Missing:
     except BnnError as error:
         if isinstance(error, NOT_OF_CONTENT) and error.code != "out_of_memory":
             raise
-        return missing(error)
+        return describe_error(error)
 
 
 _OPTION = re.compile(r"^--[a-z][a-z-]*: ")  # that an error begins with, which is another command's
 
 
-def missing(error: BnnError) -> Missing:
+def describe_error(error: BnnError) -> Missing:
     """An error as a sentence, and the command that helps, where the hint is one."""
-    message, hint = _OPTION.sub("", spelled(error.message)), spelled(error.hint) if error.hint else None
+    message, hint = _OPTION.sub("", spell_options(error.message)), spell_options(error.hint) if error.hint else None
     is_word = message.split(" ", 1)[0].isalpha()  # and no file's name
     sentence = (f"{message[:1].upper()}{message[1:]}" if is_word else message).rstrip(".")
     is_command = hint is not None and hint.startswith("bnncli ")
@@ -669,12 +671,12 @@ def missing(error: BnnError) -> Missing:
 _SHORT = 16  # digits of a digest that are shown: enough to tell any two apart
 
 
-def _short(digest: str) -> str:
+def _shorten_digest(digest: str) -> str:
     """The first digits of a digest, without the name of its kind."""
     return digest.rpartition(":")[2][:_SHORT]
 
 
-def _warnings(subject: Subject) -> list[tuple[str, str]]:
+def _collect_warnings(subject: Subject) -> list[tuple[str, str]]:
     """Warnings that posteriors carry, by name, each text once."""
     found: dict[str, str] = {}
     for name, header in subject.headers.items():
@@ -694,12 +696,12 @@ def parameter_name(meta: dict[str, Any], index: int) -> str:
         if part["offset"] <= index < part["offset"] + size:
             place = [int(one) for one in np.unravel_index(index - part["offset"], part["shape"])]
             classes = meta.get("classes") or []
-            own = _of_head(str(part["name"]), place, classes) if part["shape"][0] == len(classes) else None
+            own = _name_head_parameter(str(part["name"]), place, classes) if part["shape"][0] == len(classes) else None
             return own or printable(f"{part['name']}{place}")
     return f"parameter {index}"
 
 
-def _of_head(name: str, place: list[int], classes: list[Any]) -> str | None:
+def _name_head_parameter(name: str, place: list[int], classes: list[Any]) -> str | None:
     if name not in ("head.weight", "head.bias"):
         return None
     shown = class_name(classes, place[0])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.commands.diagnose import Judgement
 from bnncli.commands.report.sections import score_metric, score_value
-from bnncli.commands.report.subject import Damaged, Subject, tried
+from bnncli.commands.report.subject import Damaged, Subject, try_find
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.comparison import holm
 from bnncli.evaluation.detectors import DEFAULT_SCORE
@@ -24,22 +24,22 @@ from bnncli.figures.pages import (
     bullets,
     code,
     element,
-    joined,
+    join_markup,
     paragraph,
     strong,
 )
-from bnncli.likelihoods import has_exclusive_classes, recorded_name
+from bnncli.likelihoods import has_exclusive_classes, read_recorded_name
 from bnncli.names import counted, percent
 from bnncli.options.scoring import Quantity
-from bnncli.session.network_fit import misread_splits
+from bnncli.session.network_fit import find_misread_splits
 from bnncli.session.predictions import PredictionGroup
 from bnncli.session.recommendation import (
-    Recommended,
+    RecommendedPredictor,
     SplitProbabilities,
+    compare_paired_scores,
     measure_detection,
-    paired_quality,
+    parse_qualities,
     qualities,
-    recorded_qualities,
 )
 from bnncli.session.score_rows import PredictedSplit
 
@@ -67,36 +67,38 @@ TERMS = {
 
 def terms() -> list[Block]:
     """Return the section."""
-    items = [joined(element("dt", term, id=_name(term)), element("dd", text)) for term, text in TERMS.items()]
+    items = [join_markup(element("dt", term, id=_name(term)), element("dd", text)) for term, text in TERMS.items()]
     return [element("dl", *items)]
 
 
 def verdict(subject: Subject) -> list[Block]:
     """Return the section."""
     judgement, recommended = subject.judgement, subject.recommended
-    beside = tried(partial(_beside_the_network, subject))
+    beside = try_find(partial(_compare_with_network, subject))
     if beside is None or (
         recommended is not None and not isinstance(beside, Missing) and beside.posterior != recommended.posterior
     ):
-        beside = tried(partial(_recorded, subject)) or beside
-    words = [*_misread(subject)]
+        beside = try_find(partial(_read_recorded_gains, subject)) or beside
+    words = [*_list_misreadings(subject)]
     if recommended is not None and recommended.sentence:
-        words.append(joined(strong("Why. "), linked(f"{_capital(recommended.sentence)}.")))
+        words.append(join_markup(strong("Why. "), link_terms(f"{_capitalize(recommended.sentence)}.")))
     if isinstance(judgement, Missing):
         words.append(
-            joined(strong("Is the posterior computed well? "), judgement.sentence, *_to_run(judgement.command))
+            join_markup(
+                strong("Is the posterior computed well? "), judgement.sentence, *_format_command(judgement.command)
+            )
         )
     else:
-        words.append(joined(strong("Is the posterior computed well? "), _fit(judgement)))
+        words.append(join_markup(strong("Is the posterior computed well? "), _fit(judgement)))
     words += [*_calibration(subject), *_outside(subject)]
     is_good = not isinstance(judgement, Missing) and judgement.verdict.is_good
     first = paragraph(_headline(judgement, recommended, None if isinstance(beside, Missing) else beside))
     box = element("div", first, bullets(words), class_="verdict" if is_good else "verdict doubt")
-    blocks: list[Block] = [box, *_left_out_of(subject)]
+    blocks: list[Block] = [box, *_list_left_out(subject)]
     if beside is not None:
         blocks += [
             element("h3", "Does it pay?"),
-            *([beside] if isinstance(beside, Missing) else _pays(beside, subject)),
+            *([beside] if isinstance(beside, Missing) else _build_gains_table(beside, subject)),
         ]
     if not isinstance(judgement, Missing):
         blocks += [paragraph(gain.sentence) for gain in judgement.gains]
@@ -124,14 +126,14 @@ class Beside(NamedTuple):
         return next((one for one in self.qualities if one.score == score), None)
 
 
-def _beside_the_network(subject: Subject) -> Beside | None:
+def _compare_with_network(subject: Subject) -> Beside | None:
     """Compare the recommended predictions with the network's at one temperature, else as trained; None without both."""
-    focus, plain = subject.focus, [group for group in _told(subject) if group is not subject.focus]
+    focus, plain = subject.focus, [group for group in _list_focus_groups(subject) if group is not subject.focus]
     plain.sort(key=lambda group: (group.posterior != "temperature", group.variant != "plug-in"))
     base = plain[0] if plain else None
     if focus is None or base is None:
         return None
-    found = qualities_of(subject, focus, base)
+    found = compare_predictions(subject, focus, base)
     outside = [name for name in subject.outside[:_MOST_SPLITS] if name in base.splits(is_ood=True)]
     detection = {name: _detection(subject, focus, base, name) for name in outside if name in focus.splits(is_ood=True)}
     return Beside(
@@ -142,11 +144,11 @@ def _beside_the_network(subject: Subject) -> Beside | None:
         int(focus.splits(is_ood=False)[subject.split].meta["num_examples"]),
         found,
         {name: one for name, one in detection.items() if one is not None},
-        not has_exclusive_classes(recorded_name(focus.splits(is_ood=False)[subject.split].meta)),
+        not has_exclusive_classes(read_recorded_name(focus.splits(is_ood=False)[subject.split].meta)),
     )
 
 
-def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
+def compare_predictions(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
     """Return the qualities of stored predictions relative to others, on the split shown."""
 
     def read(group: PredictionGroup, split: str) -> SplitProbabilities:
@@ -176,10 +178,10 @@ def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, oo
         ood=(ood, outside),
         bootstrap=Bootstrap(level=0.95, seed=subject.run.compute.seed),
     )
-    return paired_quality("auroc", measured, level=0.95)
+    return compare_paired_scores("auroc", measured, level=0.95)
 
 
-def _recorded(subject: Subject) -> Beside | None:
+def _read_recorded_gains(subject: Subject) -> Beside | None:
     """Return what auto measured on val for its recommendation; None without one, or if its posterior is not shown."""
     chosen = subject.recommended
     header = None if chosen is None else subject.headers.get(chosen.posterior)
@@ -187,26 +189,26 @@ def _recorded(subject: Subject) -> Beside | None:
         return None
     told = read_metrics(subject.run.folder.recommended).meta["rows"][-1]
     own, base = told["about"]
-    found = recorded_qualities(told["qualities"])
+    found = parse_qualities(told["qualities"])
     if not found or own != f"{chosen.posterior} ({chosen.integrator})":
         return None
     count = int(read_header(subject.run.folder.features("val")).meta["num_examples"])
-    is_multilabel = not has_exclusive_classes(recorded_name(header.meta))
+    is_multilabel = not has_exclusive_classes(read_recorded_name(header.meta))
     return Beside(own, base, chosen.posterior, "val", count, found, {}, is_multilabel)
 
 
-def _misread(subject: Subject) -> list[Markup]:
+def _list_misreadings(subject: Subject) -> list[Markup]:
     """Return what extract-features found wrong with the network on the splits shown."""
-    found = misread_splits(subject.run, ("train", "val", subject.split))
+    found = find_misread_splits(subject.run, ("train", "val", subject.split))
     text = f"It probably misreads its inputs or labels. Everything below may be worthless. {'; '.join(found)}."
-    return [joined(strong("The network. "), text)] if found else []
+    return [join_markup(strong("The network. "), text)] if found else []
 
 
-def _capital(text: str) -> str:
+def _capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _to_run(command: str | None) -> list[str]:
+def _format_command(command: str | None) -> list[str]:
     return [] if command is None else [" Run ", code(command)]
 
 
@@ -221,20 +223,22 @@ def _fit(judgement: Judgement) -> Markup:
     parts = []
     if good:
         parts.append(
-            f"{listed_in_words(good, most=_MOST_NAMED)} {'match' if len(good) > 1 else 'matches'} the exact posterior closely."
+            f"{join_names(good, most=_MOST_NAMED)} {'match' if len(good) > 1 else 'matches'} the exact posterior closely."
         )
     if bad:
-        shown = [f"{name} ({_why(judgement, name)})" for name in bad[:_MOST_DOUBTED]]
+        shown = [f"{name} ({_explain_doubt(judgement, name)})" for name in bad[:_MOST_DOUBTED]]
         rest = [f"{len(bad) - len(shown)} more"] if len(bad) > len(shown) else []
         verb = "does" if len(bad) == 1 else "do"
-        parts.append(f"{listed_in_words([*shown, *rest])} {verb} not.")
+        parts.append(f"{join_names([*shown, *rest])} {verb} not.")
     if not parts:
         parts = ["No posterior of this run has a target to compare it with."]
     command = judgement.verdict.run
-    return joined(linked(" ".join(parts)), *([" Next: ", code(command), "."] if command.startswith("bnncli ") else []))
+    return join_markup(
+        link_terms(" ".join(parts)), *([" Next: ", code(command), "."] if command.startswith("bnncli ") else [])
+    )
 
 
-def _why(judgement: Judgement, name: str) -> str:
+def _explain_doubt(judgement: Judgement, name: str) -> str:
     """Return why a posterior is not good, by its first doubt."""
     doubts = judgement.entries[name]["doubts"]
     return doubts[0] + (f", {counted(len(doubts) - 1, 'more doubt')}" if len(doubts) > 1 else "")
@@ -242,21 +246,26 @@ def _why(judgement: Judgement, name: str) -> str:
 
 def _calibration(subject: Subject) -> list[Markup]:
     """Say how far to trust the confidences of the posterior in focus and of the network."""
-    found = [(subject.titles[group.name], score_metric(subject, group, Quantity("ece"))) for group in _told(subject)]
+    found = [
+        (subject.titles[group.name], score_metric(subject, group, Quantity("ece")))
+        for group in _list_focus_groups(subject)
+    ]
     known = [(title, metric) for title, metric in found if metric is not None and metric["value"] is not None]
-    return [joined(strong("Calibration. "), linked(calibration_in_words(subject.split, known)))] if known else []
+    return (
+        [join_markup(strong("Calibration. "), link_terms(describe_calibration(subject.split, known)))] if known else []
+    )
 
 
 _CHANCE = 0.05  # of saying of any that are calibrated that they are not
 
 
-def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def describe_calibration(split: str, known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Say how far confidences are off, and for which predictions that is more than chance (Holm over all).
 
     Args:
         known: title of each to its calibration error from evaluate.
     """
-    values = listed_in_words([f"{percent(metric['value'])} ({title})" for title, metric in known])
+    values = join_names([f"{percent(metric['value'])} ({title})" for title, metric in known])
     text = f"On {split}, stated confidence and accuracy differ by {values} on average (ECE)."
     judged = [(title, metric) for title, metric in known if metric.get("p_calibrated") is not None]
     if judged:
@@ -266,7 +275,7 @@ def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any
         low, high = percent(min(floors)), percent(max(floors))
         text += f" A calibrated model would differ by {low if low == high else f'{low} to {high}'} by chance"
         if real:
-            text += f"; {'only ' if len(real) < len(judged) else ''}{listed_in_words(real)} {'is' if len(real) == 1 else 'are'} significantly miscalibrated."
+            text += f"; {'only ' if len(real) < len(judged) else ''}{join_names(real)} {'is' if len(real) == 1 else 'are'} significantly miscalibrated."
         else:
             text += "; none is significantly miscalibrated."
     return text
@@ -275,7 +284,7 @@ def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any
 def _outside(subject: Subject) -> list[Markup]:
     """Say how well outliers are detected. A score of the features is the same for all posteriors."""
     score, focus = subject.shown.curve_score, subject.focus
-    groups = [focus] if score == DEFAULT_SCORE and focus is not None else _told(subject)
+    groups = [focus] if score == DEFAULT_SCORE and focus is not None else _list_focus_groups(subject)
     sentences = []
     for ood in subject.outside:
         found = [
@@ -286,15 +295,15 @@ def _outside(subject: Subject) -> list[Markup]:
         if known and len(groups) == 1:
             sentences.append(f"{ood} {known[0][1]:.3f}")
         elif known:
-            sentences.append(f"{ood} {listed_in_words([f'{value:.3f} ({title})' for title, value in known])}")
+            sentences.append(f"{ood} {join_names([f'{value:.3f} ({title})' for title, value in known])}")
     if not sentences:
         return []
     alike = ", which depends on the features and not on the posterior" if score == DEFAULT_SCORE else ""
     text = f"AUROC of the outlier score {score}{alike}: {'; '.join(sentences)}. 0.5 is chance, 1 is perfect."
-    return [joined(strong("Out of distribution. "), linked(text))]
+    return [join_markup(strong("Out of distribution. "), link_terms(text))]
 
 
-def _told(subject: Subject) -> list[PredictionGroup]:
+def _list_focus_groups(subject: Subject) -> list[PredictionGroup]:
     """Return the predictions in focus, and those of the network as trained and at one temperature."""
     if subject.focus is None or isinstance(subject.groups, Missing):
         return []
@@ -302,7 +311,7 @@ def _told(subject: Subject) -> list[PredictionGroup]:
     return [subject.focus, *(group for group in plain if group is not subject.focus)]
 
 
-def listed_in_words(names: list[str], *, most: int | None = None) -> str:
+def join_names(names: list[str], *, most: int | None = None) -> str:
     """Join names as `a`, `a and b`, `a, b and c`; above `most`, as `a, b and 7 more`."""
     if most is not None and len(names) > most + 1:
         names = [*names[:most], f"{len(names) - most} more"]
@@ -314,7 +323,7 @@ def listed_in_words(names: list[str], *, most: int | None = None) -> str:
 _FOUND = re.compile("|".join(rf"(?<![\w-]){re.escape(term)}(?![\w-])" for term in sorted(TERMS, key=len, reverse=True)))
 
 
-def linked(text: str) -> Markup:
+def link_terms(text: str) -> Markup:
     """Link each term in a text to its explanation, once."""
     parts: list[str] = []
     place, seen = 0, set()
@@ -323,7 +332,7 @@ def linked(text: str) -> Markup:
             seen.add(found[0])
             parts += [text[place : found.start()], element("a", found[0], href=f"#{_name(found[0])}", class_="term")]
             place = found.end()
-    return joined(*parts, text[place:])
+    return join_markup(*parts, text[place:])
 
 
 def _name(term: str) -> str:
@@ -334,7 +343,7 @@ _PLAIN = {"temperature": "temperature scaling", "map": "the network as trained"}
 _KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "samples": "Monte Carlo draws"}
 
 
-def _headline(judgement: Judgement | Missing, recommended: Recommended | None, beside: Beside | None) -> str:
+def _headline(judgement: Judgement | Missing, recommended: RecommendedPredictor | None, beside: Beside | None) -> str:
     """Say what to do, and what it gains and costs, in one or two sentences."""
     if recommended is None:
         if isinstance(judgement, Missing):
@@ -352,28 +361,30 @@ def _headline(judgement: Judgement | Missing, recommended: Recommended | None, b
         return f"{found}."
     parts = []
     if (nll := beside.of("nll")) is not None:
-        parts.append(f"NLL {nll.value:.3f} instead of {nll.baseline:.3f}{_doubted(nll)}")
+        parts.append(f"NLL {nll.value:.3f} instead of {nll.baseline:.3f}{_describe_doubt(nll)}")
     if (accuracy := beside.of("accuracy")) is not None:
         parts.append(
-            f"{'label accuracy' if beside.is_multilabel else 'accuracy'} {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}"
+            f"{'label accuracy' if beside.is_multilabel else 'accuracy'} {_format_signed(100 * accuracy.difference, 1)} points{_describe_doubt(accuracy)}"
         )
     for ood, one in beside.detection.items():
-        parts.append(f"AUROC of its own confidence {_signed(one.difference, 2)} against {ood}{_doubted(one)}")
+        parts.append(
+            f"AUROC of its own confidence {_format_signed(one.difference, 2)} against {ood}{_describe_doubt(one)}"
+        )
     return f"{found}: {', '.join(parts)} on {beside.split}." if parts else f"{found}."
 
 
-def _doubted(one: Quality) -> str:
+def _describe_doubt(one: Quality) -> str:
     """Return the remark on a difference that may be chance."""
     return "" if one.finding in ("better", "worse") else " (not significant)"
 
 
-def _signed(value: float, digits: int) -> str:
+def _format_signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
-def _left_out_of(subject: Subject) -> list[Block]:
+def _list_left_out(subject: Subject) -> list[Block]:
     """List what is damaged, some of it by name."""
-    told: list[Block] = [_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
+    told: list[Block] = [_describe_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
     rest = len(subject.damaged) - len(told)
     return (
         [
@@ -388,13 +399,13 @@ def _left_out_of(subject: Subject) -> list[Block]:
     )
 
 
-def _left_out(one: Damaged) -> Missing:
+def _describe_left_out(one: Damaged) -> Missing:
     """Describe a damaged artifact."""
     what = one.what if one.what.startswith("is ") else f"cannot be used: {one.what}"
     return Missing(f"{one.name} is skipped: it {what}.", one.command)
 
 
-def _pays(beside: Beside, subject: Subject) -> list[Block]:
+def _build_gains_table(beside: Beside, subject: Subject) -> list[Block]:
     """Return a table of the differences, and how to read it."""
     titles = {"accuracy": "label accuracy"} if beside.is_multilabel else {}
     named = [(titles.get(one.title, one.title), one) for one in beside.qualities]
@@ -412,7 +423,7 @@ def _pays(beside: Beside, subject: Subject) -> list[Block]:
     return [DataTable(f"{subject.key}pays", caption, columns, rows, [note])]
 
 
-def summary_of(subject: Subject) -> str:
+def format_summary(subject: Subject) -> str:
     """Return one line for the terminal."""
     judgement = subject.judgement
     return judgement.sentence if isinstance(judgement, Missing) else judgement.verdict.sentence

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli import __version__
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import differences
-from bnncli.artifacts.headers import Header, interpreting
-from bnncli.commands.compare import CompareOptions, compare_groups, compared_groups
-from bnncli.commands.compare.output import Comparison, as_table, labels, score_panels
+from bnncli.artifacts.headers import Header, convert_lookup_errors
+from bnncli.commands.compare import CompareOptions, compare_groups, find_common_groups
+from bnncli.commands.compare.output import Comparison, build_table, format_labels, score_panels
 from bnncli.commands.report.sections import (
     calibration,
     chains,
@@ -23,8 +23,16 @@ from bnncli.commands.report.sections import (
     posteriors,
     scores,
 )
-from bnncli.commands.report.subject import MOST_DRAWN, Subject, check_is_something_left, damaged, inputs, origins, tried
-from bnncli.commands.report.verdict import SECTION, listed_in_words, summary_of, terms, verdict
+from bnncli.commands.report.subject import (
+    MOST_DRAWN,
+    Subject,
+    check_is_something_left,
+    damaged,
+    inputs,
+    origins,
+    try_find,
+)
+from bnncli.commands.report.verdict import SECTION, format_summary, join_names, terms, verdict
 from bnncli.figures.pages import (
     MOST_BYTES,
     Block,
@@ -33,10 +41,10 @@ from bnncli.figures.pages import (
     Section,
     bullets,
     element,
-    fitted,
-    joined,
+    join_markup,
     page,
     paragraph,
+    render_fitting_sections,
     strong,
 )
 from bnncli.figures.scores import ScoreIntervals
@@ -74,7 +82,7 @@ _OF_MANY = ("verdict",)
 _FEW = 3  # checkpoints, up to which that is all of _OF_EACH
 
 
-def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Section], list[str]]:
+def build_sections(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Section], list[str]]:
     """Return the sections, and the lines for the terminal.
 
     Raises:
@@ -91,18 +99,18 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
         check_is_something_left(subject)
     explained = Section(SECTION, "What the terms mean", terms())
     if not many:
-        return [*(_made(part, subjects[0]) for part in PARTS), explained], [summary_of(subjects[0])]
+        return [*(_build_section(part, subjects[0]) for part in PARTS), explained], [format_summary(subjects[0])]
     names = _OF_EACH if len(runs) <= _FEW else _OF_MANY
     parts = [part for part in PARTS if part.name in names]
     found = [Section("comparison", "The checkpoints together", together(runs, subjects))]
-    found += [_made(part, subject) for subject in subjects for part in parts]
-    return [*found, explained], [f"{one.name}: {summary_of(one)}" for one in subjects]
+    found += [_build_section(part, subject) for subject in subjects for part in parts]
+    return [*found, explained], [f"{one.name}: {format_summary(one)}" for one in subjects]
 
 
-def _made(part: ReportPart, subject: Subject) -> Section:
+def _build_section(part: ReportPart, subject: Subject) -> Section:
     """Make a section, with the checkpoint in its title if there are several. What cannot be shown gives the reason."""
     subject.run.console.poll(f"report on {subject.name}: {part.name}")
-    blocks = tried(partial(part.make, subject))
+    blocks = try_find(partial(part.make, subject))
     title = f"{subject.name}: {part.title[:1].lower()}{part.title[1:]}" if subject.key else part.title
     return Section(f"{subject.key}{part.name}", title, [blocks] if isinstance(blocks, Missing) else blocks)
 
@@ -110,20 +118,20 @@ def _made(part: ReportPart, subject: Subject) -> Section:
 def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
     """Return the section."""
     options = CompareOptions(posterior=subjects[0].options.posterior, split=subjects[0].split)
-    comparison = tried(
+    comparison = try_find(
         lambda: compare_groups(
             runs,
             options,
-            compared_groups(runs, options, leave_out=frozenset().union(*(one.left_out for one in subjects))),
+            find_common_groups(runs, options, leave_out=frozenset().union(*(one.left_out for one in subjects))),
         )
     )
     if isinstance(comparison, Missing):
         return [comparison]
-    table = as_table(comparison)
+    table = build_table(comparison)
     panels = [panel for panel in score_panels(comparison) if any(line.value is not None for line in panel.lines)]
     figure = ScoreIntervals(
         f"scores-of-all-{comparison.split}",
-        labels(comparison)[:MOST_DRAWN],
+        format_labels(comparison)[:MOST_DRAWN],
         [panel._replace(title=panel.title.replace(", ", "\n"), lines=panel.lines[:MOST_DRAWN]) for panel in panels],
         f"Means over {len(runs)} checkpoints on {comparison.split} with 95% intervals",
         "Small dots are single checkpoints. The filled marks come from paired tests over the whole panel, and "
@@ -135,7 +143,7 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
     posteriors = [name.posterior for name in comparison.names]
     return [
         _verdict(comparison, subjects),
-        paragraph(what_differs(subjects, posteriors, comparison.split)),
+        paragraph(describe_differences(subjects, posteriors, comparison.split)),
         data_table(
             table, "comparison-table", f"Scores on {comparison.split} over {len(runs)} checkpoints, computed by compare"
         ),
@@ -145,7 +153,7 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
 
 def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
     """Say which posteriors are best over all checkpoints, and which diagnose recommends for each."""
-    first = lowest_in_words(comparison, len(subjects))
+    first = describe_lowest(comparison, len(subjects))
     used: dict[str, list[str]] = {}
     predicting: dict[str, list[str]] = {}
     for subject in subjects:
@@ -156,7 +164,7 @@ def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
         predicting.setdefault(name, []).append(subject.name)
     words = bullets(
         [
-            joined(strong(title), f"{_of_each(names)}.")
+            join_markup(strong(title), f"{_list_by_name(names)}.")
             for title, names in (("Predict: ", predicting), ("Matches the exact posterior: ", used))
         ]
     )
@@ -166,39 +174,39 @@ def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
 _MOST_NAMED = 12  # checkpoints
 
 
-def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
+def describe_lowest(comparison: Comparison, num_checkpoints: int) -> str:
     """Say which posteriors have the lowest NLL, as far as tests can tell."""
     place = next((place for place, one in enumerate(comparison.columns) if one.row["name"] == "nll"), None)
     samples = [] if place is None else [entry.samples for entry in comparison.columns[place].entries]
     known = [row for row, sample in enumerate(samples) if sample is not None]
     if place is None or not known:
         return "No posterior has an NLL for every checkpoint."
-    names = labels(comparison)
+    names = format_labels(comparison)
     best = [names[row] for row in known if comparison.is_marked(place, row)]
     where = f"on {comparison.split}, over {counted(num_checkpoints, 'checkpoint')}"
     if len(known) == 1:
         return f"{names[known[0]]} is the only posterior with predictions on {comparison.split} for every checkpoint."
     if len(best) == 1:
         return f"{best[0]} has the lowest NLL {where}."
-    named = listed_in_words(best, most=_MOST_NAMED)
+    named = join_names(best, most=_MOST_NAMED)
     if len(best) == len(known):
         return f"The NLLs of {named} do not differ significantly {where}."
     return f"One of {named} has the lowest NLL {where}; these checkpoints do not show which."
 
 
-def _of_each(found: Mapping[str, list[str]]) -> str:
+def _list_by_name(found: Mapping[str, list[str]]) -> str:
     """List names, each with its checkpoints."""
-    return "; ".join(f"{name} for {listed_in_words(where, most=_MOST_NAMED)}" for name, where in found.items())
+    return "; ".join(f"{name} for {join_names(where, most=_MOST_NAMED)}" for name, where in found.items())
 
 
-def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: str) -> str:
+def describe_differences(subjects: Sequence[Subject], posteriors: Sequence[str], split: str) -> str:
     """Say what makes the numbers of different checkpoints differ, in a sentence or two.
 
     Args:
         posteriors: names of the posteriors compared.
         split: split they are compared on.
     """
-    named = listed_in_words([subject.name for subject in subjects], most=_MOST_NAMED)
+    named = join_names([subject.name for subject in subjects], most=_MOST_NAMED)
     weights = {header.weights_digest for one in subjects if (header := _any_features(one)) is not None}
     if len(weights) == 1 and None not in weights:
         return f"{named} are the same network. Differences between their numbers do not come from training."
@@ -232,7 +240,7 @@ def _examples(subjects: Sequence[Subject], shown: str) -> list[str]:
         sizes = [int(one.meta["num_examples"]) for one in known]
         if len({one.meta.get("order_digest") for one in known}) > 1:
             are = (
-                f" ({listed_in_words([f'{size:,}' for size in sizes], most=_MOST_NAMED)} of them)"
+                f" ({join_names([f'{size:,}' for size in sizes], most=_MOST_NAMED)} of them)"
                 if len(set(sizes)) > 1
                 else ""
             )
@@ -242,7 +250,7 @@ def _examples(subjects: Sequence[Subject], shown: str) -> list[str]:
 
 def _models(subjects: Sequence[Subject]) -> list[str]:
     models = list(dict.fromkeys(str(_model(subject)) for subject in subjects))
-    return [f"their networks differ ({listed_in_words(models, most=_MOST_NAMED)})"] if len(models) > 1 else []
+    return [f"their networks differ ({join_names(models, most=_MOST_NAMED)})"] if len(models) > 1 else []
 
 
 _MOST_DIFFERENCES = 4  # posteriors whose options differ
@@ -266,7 +274,7 @@ def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str
 
 def _params(header: Header) -> dict[str, Any]:
     """Return the options that define a posterior, except for the seed."""
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         return {name: value for name, value in header.provenance["params"].items() if name != "seed"}
 
 
@@ -275,7 +283,7 @@ def _model(subject: Subject) -> Any:
     header = _any_features(subject)
     if header is None:
         return None
-    with interpreting(header.path):
+    with convert_lookup_errors(header.path):
         return header.provenance["params"].get("model")
 
 
@@ -284,21 +292,23 @@ def _any_features(subject: Subject) -> Header | None:
 
 
 def _features(subject: Subject, split: str) -> Header | None:
-    header = tried(partial(read_header, subject.run.folder.features(split)))
+    header = try_find(partial(read_header, subject.run.folder.features(split)))
     return header if isinstance(header, Header) else None
 
 
-def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
+def build_page(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
     """Return the page, of at most MOST_BYTES. If it would be larger, leave out the least important sections and say so."""
     names = [run.checkpoint_path.name for run in runs]
-    what = listed_in_words(names) if len(names) <= 3 else counted(len(names), "checkpoint")
-    lead = f"bnncli {__version__}, results of {_newest(runs)}"
+    what = join_names(names) if len(names) <= 3 else counted(len(names), "checkpoint")
+    lead = f"bnncli {__version__}, results of {_find_newest(runs)}"
     made_by = "This file opens without a network connection. It holds aggregates, not the data, except for the inputs it shows."
 
     def whole_page(kept: Sequence[Section], ready: dict[str, Markup]) -> bytes:
         return page(f"Report on {what}", lead, kept, made_by=made_by, options=made_with, ready=ready)
 
-    found = fitted(sections, importance=_importance, page_of=whole_page, note=_note, most_bytes=MOST_BYTES)
+    found = render_fitting_sections(
+        sections, importance=_importance, page_of=whole_page, note=_note, most_bytes=MOST_BYTES
+    )
     if found.left_out:
         runs[0].console.warn(
             f"the report is limited to {MOST_BYTES:,} bytes: {_titles(found.left_out)} omitted; use fewer "
@@ -307,12 +317,12 @@ def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping
     return found.content
 
 
-def _newest(runs: Sequence[Run]) -> str:
+def _find_newest(runs: Sequence[Run]) -> str:
     """Return the time of the newest readable posterior or prediction, to the minute."""
     found = []
     for run in runs:
         for path in (*run.folder.posteriors(), *run.folder.prediction_files()):
-            header = tried(partial(read_header, path))
+            header = try_find(partial(read_header, path))
             found += [] if isinstance(header, Missing) else [str(header.provenance.get("created_at", ""))]
     newest = max(found, default="")
     return f"{newest[:10]} {newest[11:16]} UTC" if newest else "an unknown date"
@@ -354,4 +364,4 @@ def _titles(gone: Sequence[Section]) -> str:
     titles = [f"\N{LEFT DOUBLE QUOTATION MARK}{section.title}\N{RIGHT DOUBLE QUOTATION MARK}" for section in gone]
     rest = len(titles) - _MOST_TOLD
     shown = titles[:_MOST_TOLD] + ([counted(rest, "more part")] if rest > 0 else [])
-    return f"{listed_in_words(shown)} {'is' if len(gone) == 1 else 'are'}"
+    return f"{join_names(shown)} {'is' if len(gone) == 1 else 'are'}"

@@ -18,7 +18,7 @@ import numpy as np
 from bnncli.data.arrays import ArrayDataset, array_dataset, can_inflate_to, check_memory
 from bnncli.data.pixels import Preprocess
 from bnncli.errors import DataError
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import is_failure, open_regular
 
@@ -57,7 +57,7 @@ def read_idx(path: Path) -> np.ndarray:
         except (ValueError, EOFError, OSError, zlib.error, struct.error) as error:
             if is_failure(error):
                 raise
-            raise DataError(f"{quoted(path, limit=300)} is not a complete idx file: {error}", path=path) from error
+            raise DataError(f"{quote_name(path, limit=300)} is not a complete idx file: {error}", path=path) from error
 
 
 def _parse(stream: IO[bytes], size: int, *, is_zipped: bool) -> np.ndarray:

@@ -23,7 +23,7 @@ from bnncli.data.pixels import (
     open_image,
     resize_and_crop,
 )
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.declaration import Form
 from bnncli.progress import Progress
@@ -90,7 +90,7 @@ class ImageDataset:
 
     def _image(self, name: str) -> Image.Image:
         """Decode an image."""
-        with _opened(self.folder, name) as image:
+        with _open_file(self.folder, name) as image:
             return decode_image(image, self.mode, self.preprocess, name)
 
 
@@ -128,7 +128,7 @@ def image_dataset(
 
 
 @contextmanager
-def _opened(folder: Path, name: str) -> Iterator[Image.Image]:
+def _open_file(folder: Path, name: str) -> Iterator[Image.Image]:
     """Open an image file; anything that cannot be decoded, here or inside the block, raises DataError.
 
     Raises:
@@ -137,7 +137,7 @@ def _opened(folder: Path, name: str) -> Iterator[Image.Image]:
     """
     with (
         open_regular(folder / name) as stream,
-        open_image(stream, f"{quoted(name)} in {folder}", folder / name) as image,
+        open_image(stream, f"{quote_name(name)} in {folder}", folder / name) as image,
     ):
         yield image
 
@@ -146,6 +146,6 @@ def _mode(folder: Path, first_files: list[str]) -> str:
     """Return L if the first image of every class is grey, else RGB."""
     modes = set()
     for name in first_files:
-        with _opened(folder, name) as image:
+        with _open_file(folder, name) as image:
             modes.add(image.mode)
     return common_mode(modes)

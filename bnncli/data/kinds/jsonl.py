@@ -14,7 +14,7 @@ from bnncli.data.delimited import LineFile, decode_line
 from bnncli.data.pixels import Preprocess
 from bnncli.data.tables import FILE, LIST, OTHER, REAL, TEXT, WHOLE, TableDataset, split_columns, table_dataset
 from bnncli.errors import DataError
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 from bnncli.progress import Progress
 
@@ -58,13 +58,13 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         """Open a table. Raises MissingInput, or DataError if it has no objects or its first rows are damaged."""
         self.path, self._lines = path, LineFile(path)
-        self._where = quoted(path, limit=300)
+        self._where = quote_name(path, limit=300)
         self._starts = self._ends = np.zeros(0, np.int64)
         self.columns: dict[str, str] = {}
         for _, _, record in islice(self._records(), _FIRST_ROWS):
             for name, value in record.items():
                 if value is not None:
-                    self.columns.setdefault(name, _held(value))
+                    self.columns.setdefault(name, _classify_value(value))
         if not self.columns:
             raise DataError(f"{self._where} is empty: expected one JSON object per line", path=path, code="empty_split")
 
@@ -117,7 +117,7 @@ def _advice(row: int, line: bytes) -> str:
     return "; to split one JSON array into lines, run: jq -c '.[]'" if is_document else ""
 
 
-def _held(value: Any) -> str:
+def _classify_value(value: Any) -> str:
     if isinstance(value, dict):
         return FILE if value.keys() <= {"path", "bytes"} and "path" in value else OTHER
     return _HOLDS.get(type(value), OTHER)

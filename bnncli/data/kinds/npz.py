@@ -12,11 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from bnncli.data.arrays import TOKEN_IDS, ArrayDataset, NamedArrays, array_dataset, named_arrays, npz_names, read_npz
+from bnncli.data.arrays import (
+    TOKEN_IDS,
+    ArrayDataset,
+    NamedArrays,
+    array_dataset,
+    check_named_arrays,
+    npz_names,
+    read_npz,
+)
 from bnncli.data.pixels import Preprocess
 from bnncli.data.sound import WaveDataset, is_waves, wave_dataset
 from bnncli.errors import DataError, UsageError
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 
 FORM = Form("npz:FILE[:x,y]", 10, "Arrays of inputs and labels in a NumPy archive.")
@@ -46,7 +54,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArra
     arrays = read_npz(path, [*inputs, *names[1:]])
     labels = arrays[names[1]] if len(names) == 2 else None
     if len(inputs) > 1 or inputs == [TOKEN_IDS] or (inputs != ["x"] and _can_be_tokens(arrays[inputs[0]])):
-        return named_arrays({name: arrays[name] for name in inputs}, labels, where=f"npz:{path}")
+        return check_named_arrays({name: arrays[name] for name in inputs}, labels, where=f"npz:{path}")
     if preprocess.transform is not None and preprocess.transform.takes == "audio" and is_waves(arrays[names[0]]):
         return wave_dataset(arrays[names[0]], labels, _sampling_rate(path), where=f"npz:{path}")
     return array_dataset(arrays[names[0]], labels, where=f"npz:{path}")
@@ -61,13 +69,13 @@ def _sampling_rate(path: Path) -> int:
     """Return the rate in Hz. Raises DataError if the archive lacks it."""
     if RATE not in npz_names(path):
         raise DataError(
-            f"{quoted(path, limit=300)} does not give the sampling rate of its audio", path=path,
+            f"{quote_name(path, limit=300)} does not give the sampling rate of its audio", path=path,
             hint=f"add it to the file: np.savez(FILE, x=..., y=..., {RATE}=16000)",
         )  # fmt: skip
     (found,) = read_npz(path, [RATE]).values()
     if found.size != 1 or found.dtype.kind not in "iuf" or found.item() != round(found.item()):
         raise DataError(
-            f"{quoted(path, limit=300)}: {RATE} is {quoted(found)}, expected an integer number of Hz", path=path
+            f"{quote_name(path, limit=300)}: {RATE} is {quote_name(found)}, expected an integer number of Hz", path=path
         )
     return int(found.item())
 

@@ -22,7 +22,7 @@ from bnncli.data.pixels import Preprocess
 from bnncli.data.sound import convert_clip, is_clip
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.options.declaration import Form
 from bnncli.progress import Progress
 from bnncli.system import user_code
@@ -67,8 +67,8 @@ class TorchDataset:
             value, label = _item(item, f"{self.spec} row {row}", self.items)
             if label is not None and _width(label) != self.num_labels:
                 raise DataError(
-                    f"{self.spec}: row {row} has {_described(_width(label))}, but row 0 has "
-                    f"{_described(self.num_labels)}",
+                    f"{self.spec}: row {row} has {_describe_width(_width(label))}, but row 0 has "
+                    f"{_describe_width(self.num_labels)}",
                     code="bad_labels",
                 )
             if inputs and self.items == "arrays":
@@ -79,7 +79,7 @@ class TorchDataset:
             labels.append(label)
         dtype = np.int64 if self.num_labels is None else np.uint8
         found = np.array(labels, dtype) if self.is_labeled else None
-        return inputs if self.items != "arrays" else _stacked(inputs), found
+        return inputs if self.items != "arrays" else _stack_inputs(inputs), found
 
     def identity(self, rows: np.ndarray, progress: Progress) -> None:
         """Return None: the content is whatever the user's code returns."""
@@ -128,7 +128,7 @@ def _width(label: int | np.ndarray) -> int | None:
     return None if isinstance(label, int) else len(label)
 
 
-def _described(width: int | None) -> str:
+def _describe_width(width: int | None) -> str:
     return "a class" if width is None else f"{width} labels"
 
 
@@ -140,7 +140,7 @@ def _texts(value: Any) -> tuple[str, ...] | None:
 
 def _items(item: Any, preprocess: Preprocess) -> str:
     """Return the kind of items: texts; images or audio if the model has a transform for them; else arrays."""
-    value, _ = _divided(item)
+    value, _ = _divide_item(item)
     if is_clip(value) and preprocess.transform is not None and preprocess.transform.takes == "audio":
         return "audio"
     if _is_text(value):
@@ -148,7 +148,7 @@ def _items(item: Any, preprocess: Preprocess) -> str:
     return "images" if preprocess.transform is not None and isinstance(value, Image.Image) else "arrays"
 
 
-def _divided(item: Any) -> tuple[Any, Any]:
+def _divide_item(item: Any) -> tuple[Any, Any]:
     """Split an item into input and optional label. Two texts are a pair."""
     if isinstance(item, Mapping):
         names = [name for name in ("labels", "label") if name in item]
@@ -170,7 +170,7 @@ def _is_text(value: Any) -> bool:
 
 def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | None]:
     """Return the input, with arrays as tensors, and the label as a number, zeros and ones (L,), or None."""
-    value, label = _divided(item)
+    value, label = _divide_item(item)
     number = None if label is None else _label(label, where)
     if items == "texts":
         if not _is_text(value):
@@ -187,9 +187,9 @@ def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | No
     if isinstance(value, Mapping):
         if not value or not all(isinstance(name, str) for name in value):
             raise DataError(
-                f"{where}: expected inputs keyed by the names of the network's arguments, got {listed(value)}"
+                f"{where}: expected inputs keyed by the names of the network's arguments, got {format_names(value)}"
             )
-        return {name: _tensor(part, f"{where}: {quoted(name)}") for name, part in value.items()}, number
+        return {name: _tensor(part, f"{where}: {quote_name(name)}") for name, part in value.items()}, number
     return _tensor(value, where), number
 
 
@@ -212,14 +212,14 @@ def _check_same(value: Any, first: Any, where: str) -> None:
     """Raise DataError if two inputs differ in names or shapes."""
     named, others = (part if isinstance(part, dict) else {"": part} for part in (value, first))
     if named.keys() != others.keys():
-        raise DataError(f"{where} has the inputs {listed(named)}; others have {listed(others)}")
+        raise DataError(f"{where} has the inputs {format_names(named)}; others have {format_names(others)}")
     for name, tensor in named.items():
         if tensor.shape != others[name].shape:
             shapes = f"shape {tuple(tensor.shape)}; others have {tuple(others[name].shape)}"
-            raise DataError(f"{where} has {shapes}" + (f" for {quoted(name)}: pad to equal length" if name else ""))
+            raise DataError(f"{where} has {shapes}" + (f" for {quote_name(name)}: pad to equal length" if name else ""))
 
 
-def _stacked(inputs: list[Any]) -> Tensor | dict[str, Tensor]:
+def _stack_inputs(inputs: list[Any]) -> Tensor | dict[str, Tensor]:
     """Stack the inputs of a batch."""
     if isinstance(inputs[0], dict):
         return {name: torch.stack([each[name] for each in inputs]) for name in inputs[0]}

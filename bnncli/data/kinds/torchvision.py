@@ -20,7 +20,7 @@ from bnncli.data.kinds.images import open_dataset as open_images
 from bnncli.data.labels import check_labels
 from bnncli.data.pixels import Preprocess
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import is_failure, open_regular
 
@@ -48,7 +48,7 @@ def mnist(name: str, classes: tuple[str, ...], root: Path, split: str) -> ArrayD
     """Read MNIST or a data set of its form: four idx files in ROOT/NAME/raw, gzipped or not."""
     folder = root / name / "raw"
     names = (f"{_IDX_PARTS[split]}-{what}-ubyte" for what in ("images-idx3", "labels-idx1"))
-    images, labels = (read_idx(_either(folder / file, folder / f"{file}.gz")) for file in names)
+    images, labels = (read_idx(_find_existing(folder / file, folder / f"{file}.gz")) for file in names)
     return replace(array_dataset(images, labels, where=str(folder)), classes=classes)
 
 
@@ -78,7 +78,7 @@ def stl10(root: Path, split: str) -> ArrayDataset:
     data = np.frombuffer(_bytes(path), np.uint8)
     if data.size % (3 * 96 * 96):
         raise DataError(
-            f"{quoted(path, limit=300)} has {data.size} bytes, expected a multiple of {3 * 96 * 96}", path=path
+            f"{quote_name(path, limit=300)} has {data.size} bytes, expected a multiple of {3 * 96 * 96}", path=path
         )
     images = data.reshape(-1, 3, 96, 96).swapaxes(2, 3)
     labels = None
@@ -96,7 +96,7 @@ def _cifar(folder: Path, files: list[str], labels_key: str, named: tuple[str, st
         batch = _entries(folder / file, {"data": np.ndarray, labels_key: list})
         if batch["data"].dtype != np.uint8 or batch["data"].ndim != 2 or batch["data"].shape[1] != 3 * 32 * 32:
             came = f"{batch['data'].dtype} of shape {batch['data'].shape}"
-            raise DataError(f"{quoted(folder / file, limit=300)} has images as {came}, expected uint8 (N, 3072)")
+            raise DataError(f"{quote_name(folder / file, limit=300)} has images as {came}, expected uint8 (N, 3072)")
         images.append(batch["data"].reshape(-1, 3, 32, 32))
         labels.append(np.array(batch[labels_key]))
     classes = _entries(folder / meta, {names_key: list})[names_key]
@@ -121,21 +121,23 @@ def _entries(path: Path, expected: dict[str, type]) -> dict[str, Any]:
         try:
             found = _ArraysOnly(stream, encoding="latin1").load()
         except Untrusted as error:
-            raise Untrusted(f"{quoted(path, limit=300)}: {error.message}", code=error.code, path=path) from None
+            raise Untrusted(f"{quote_name(path, limit=300)}: {error.message}", code=error.code, path=path) from None
         except _DAMAGE as error:
             if is_failure(error):
                 raise
-            raise _damaged(path, "pickle of arrays", error) from error
+            raise _damage_error(path, "pickle of arrays", error) from error
     for name, kind in expected.items():
         if not isinstance(found, dict) or not isinstance(found.get(name), kind):
-            raise DataError(f"{quoted(path, limit=300)} has no {name!r}; it is not a file of this data set", path=path)
+            raise DataError(
+                f"{quote_name(path, limit=300)} has no {name!r}; it is not a file of this data set", path=path
+            )
     return found
 
 
-def _damaged(path: Path, what: str, error: BaseException) -> DataError:
+def _damage_error(path: Path, what: str, error: BaseException) -> DataError:
     reason = " ".join(str(error).split())[:200]
     return DataError(
-        f"{quoted(path, limit=300)} is not a complete {what}: {reason}", path=path, hint="copy or download it again"
+        f"{quote_name(path, limit=300)} is not a complete {what}: {reason}", path=path, hint="copy or download it again"
     )
 
 
@@ -144,12 +146,12 @@ def _bytes(path: Path) -> bytes:
         return stream.read()
 
 
-def _either(*paths: Path) -> Path:
+def _find_existing(*paths: Path) -> Path:
     """Return the first existing file. Raises MissingInput with the first if none exists."""
     for path in paths:
         if path.is_file():
             return path
-    raise MissingInput(f"no file {quoted(paths[0], limit=300)}, gzipped or not", path=paths[0])
+    raise MissingInput(f"no file {quote_name(paths[0], limit=300)}, gzipped or not", path=paths[0])
 
 
 _FLOWER_SPLITS = {"train": "trnid", "val": "valid", "test": "tstid"}
@@ -168,10 +170,10 @@ def flowers102(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     every = read_mat(folder / "imagelabels.mat", ("labels",))["labels"].reshape(-1).astype(np.int64) - 1
     if len(numbers) and not 1 <= numbers.min() <= numbers.max() <= len(every):
         raise DataError(
-            f"{quoted(folder / 'setid.mat', limit=300)} names images without labels", path=folder / "setid.mat"
+            f"{quote_name(folder / 'setid.mat', limit=300)} names images without labels", path=folder / "setid.mat"
         )
     files = [f"jpg/image_{number:05d}.jpg" for number in numbers.tolist()]
-    return image_dataset(folder, files, _checked(every[numbers - 1], folder), None, preprocess)
+    return image_dataset(folder, files, _check_label_array(every[numbers - 1], folder), None, preprocess)
 
 
 def pets(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
@@ -182,11 +184,11 @@ def pets(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
         rows = [(words[0], int(words[1]) - 1) for words in map(str.split, _lines(path)) if words]
     except (IndexError, ValueError) as error:
         raise DataError(
-            f"{quoted(path, limit=300)}: expected lines of the form NAME CLASS SPECIES BREED ({error})", path=path
+            f"{quote_name(path, limit=300)}: expected lines of the form NAME CLASS SPECIES BREED ({error})", path=path
         ) from error
     names = {label: image.rpartition("_")[0].replace("_", " ").title() for image, label in rows}
     classes = tuple(names[label] for label in sorted(names))
-    labels = _checked(np.array([label for _, label in rows], np.int64), path)
+    labels = _check_label_array(np.array([label for _, label in rows], np.int64), path)
     is_whole = sorted(names) == list(range(len(names)))
     return image_dataset(
         folder, [f"images/{image}.jpg" for image, _ in rows], labels, classes if is_whole else None, preprocess
@@ -202,16 +204,16 @@ def food101(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
         pairs = [(str(name), f"images/{image}.jpg") for name, images in found.items() for image in images]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{quoted(path, limit=300)}: expected JSON with the images of each class ({error})", path=path
+            f"{quote_name(path, limit=300)}: expected JSON with the images of each class ({error})", path=path
         ) from error
-    return _named(folder, pairs, preprocess)
+    return _open_named_images(folder, pairs, preprocess)
 
 
 def textures(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     """Open DTD, the describable textures, partition 1: ROOT/dtd/dtd/labels/SPLIT1.txt with one path per line."""
     folder = root / "dtd" / "dtd"
     files = [line for line in map(str.strip, _lines(folder / "labels" / f"{split}1.txt")) if line]
-    return _named(folder, [(file.partition("/")[0], f"images/{file}") for file in files], preprocess)
+    return _open_named_images(folder, [(file.partition("/")[0], f"images/{file}") for file in files], preprocess)
 
 
 def traffic_signs(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
@@ -224,14 +226,14 @@ def traffic_signs(root: Path, split: str, preprocess: Preprocess) -> ImageDatase
         rows = [(row["Filename"], int(row["ClassId"])) for row in csv.DictReader(_lines(path), delimiter=";")]
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise DataError(
-            f"{quoted(path, limit=300)}: expected the columns Filename and ClassId ({error})", path=path
+            f"{quote_name(path, limit=300)}: expected the columns Filename and ClassId ({error})", path=path
         ) from error
-    labels = _checked(np.array([label for _, label in rows], np.int64), path)
+    labels = _check_label_array(np.array([label for _, label in rows], np.int64), path)
     classes = tuple(f"{number:05d}" for number in range(43))  # the folders of the training images
     return image_dataset(folder / "Final_Test" / "Images", [name for name, _ in rows], labels, classes, preprocess)
 
 
-def _named(folder: Path, pairs: Sequence[tuple[str, str]], preprocess: Preprocess) -> ImageDataset:
+def _open_named_images(folder: Path, pairs: Sequence[tuple[str, str]], preprocess: Preprocess) -> ImageDataset:
     """Open images, each with its class name."""
     classes = sorted({name for name, _ in pairs})
     place = {name: number for number, name in enumerate(classes)}
@@ -239,7 +241,7 @@ def _named(folder: Path, pairs: Sequence[tuple[str, str]], preprocess: Preproces
     return image_dataset(folder, [file for _, file in pairs], labels, tuple(classes), preprocess)
 
 
-def _checked(labels: np.ndarray, path: Path) -> np.ndarray:
+def _check_label_array(labels: np.ndarray, path: Path) -> np.ndarray:
     return check_labels(labels, num_rows=len(labels), where=str(path))
 
 
@@ -249,7 +251,7 @@ def _lines(path: Path) -> list[str]:
         try:
             return stream.read().decode().splitlines()
         except UnicodeDecodeError as error:
-            raise DataError(f"{quoted(path, limit=300)} is not UTF-8 text ({error})", path=path) from error
+            raise DataError(f"{quote_name(path, limit=300)} is not UTF-8 text ({error})", path=path) from error
 
 
 FORM = Form("torchvision:NAME:ROOT[:split]", 80, "A torchvision.datasets dataset on disk.")
@@ -320,7 +322,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> _Dataset:
     root, split = (root, split) if root else (split, "")
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        raise MissingInput(f"no folder {quoted(root, limit=300)}", path=folder)
+        raise MissingInput(f"no folder {quote_name(root, limit=300)}", path=folder)
     known = _SETS[name].splits
     if known and split not in known:
         came = f"got {split!r}" if split else "got none"

@@ -35,9 +35,9 @@ from bnncli.data.shards import (
     shard_paths,
 )
 from bnncli.data.sound import decode_sound
-from bnncli.data.tables import convert_labels, unlabelled_note
+from bnncli.data.tables import convert_labels, format_unlabelled_note
 from bnncli.errors import DataError, Untrusted
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.declaration import Form
 from bnncli.progress import Progress
@@ -191,7 +191,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
         tuple(shards), kind, column, label, tuple(keys), places, labels, classes, mode or "RGB", preprocess
     )
     if label is not None and labels is None:
-        found = replace(found, note=unlabelled_note([str(label)]))
+        found = replace(found, note=format_unlabelled_note([str(label)]))
     return replace(found, mode=found.first_modes()) if kind == "image" and not mode else found
 
 
@@ -238,7 +238,7 @@ def _part(column: ShardColumn, example: ShardExample, path: Path, kind: str) -> 
     if part is None:
         message = (
             f"{_where(path, example.key, kind)} ({column}) is missing; the example has "
-            f"{listed(example.parts, limit=20)}"
+            f"{format_names(example.parts, limit=20)}"
         )
         raise DataError(message, path=path, code="bad_labels" if kind == "label" else None)
     return part
@@ -257,7 +257,7 @@ def _label(column: ShardColumn, example: ShardExample, path: Path, stream: IO[by
 
 
 def _where(path: Path, key: str, kind: str) -> str:
-    return f"{quoted(path, limit=300)}: the {kind} of {quoted(key)}"
+    return f"{quote_name(path, limit=300)}: the {kind} of {quote_name(key)}"
 
 
 def _array(data: bytes, where: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from bnncli.errors import UsageError
-from bnncli.names import not_one_of
+from bnncli.names import unknown_value_error
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
 
@@ -43,7 +43,7 @@ def build(
         UsageError: the activation is not relu, tanh or sigmoid, or a layer has no units.
     """
     if activation not in _ACTIVATIONS:
-        raise not_one_of("activation", activation, [*_ACTIVATIONS])
+        raise unknown_value_error("activation", activation, [*_ACTIVATIONS])
     if min(inputs, *hidden, classes) < 1:
         raise UsageError(
             f"expected layers of at least one unit; got inputs {inputs}, hidden {','.join(map(str, hidden))}, classes {classes}"

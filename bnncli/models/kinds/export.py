@@ -19,7 +19,7 @@ from bnncli.models import ModelRequest
 from bnncli.models.checkpoint_files import check_checksums, check_members, sniff, sniff_zip
 from bnncli.models.checkpoints import check_sizes
 from bnncli.models.graphs import GraphFile, wrong_program_error
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import open_regular
 
@@ -100,12 +100,12 @@ def _function(target: str) -> tuple[str, Callable[..., Any]]:
     packet = getattr(torch.ops.aten, match[1], None) if match else None
     if match is None or not isinstance(packet, torch._ops.OpOverloadPacket) or match[2] not in packet.overloads():
         raise DataError(
-            f"the program calls {quoted(target)}; expected only PyTorch's own operators (torch.ops.aten)",
+            f"the program calls {quote_name(target)}; expected only PyTorch's own operators (torch.ops.aten)",
             code="unknown_operator", hint="give the network as Python code with \0model\0 file.py:factory",
         )  # fmt: skip
     function = getattr(packet, match[2])
     if any(argument.name == "filename" for argument in function._schema.arguments):
-        raise Untrusted(f"the program calls {quoted(target)}, which reads or writes files", code="program")
+        raise Untrusted(f"the program calls {quote_name(target)}, which reads or writes files", code="program")
     is_dropout = match[1] in ("dropout", "dropout_", "feature_dropout", "native_dropout")
     if torch.Tag.nondeterministic_seeded in function.tags and not is_dropout:
         raise DataError(
@@ -245,7 +245,7 @@ class ExportedProgram(nn.Module):
     def __init__(self, graph: ExportedGraph, features: str) -> None:
         super().__init__()
         self._wanted = [*graph.outputs, features]
-        self._calls = _needed(graph.nodes, {*self._wanted})
+        self._calls = _select_needed_calls(graph.nodes, {*self._wanted})
         used = {name for call in self._calls for name in call.uses} | {*self._wanted}
         self._names = [name for name in graph.tensors if name in used]
         for index, name in enumerate(self._names):
@@ -286,12 +286,12 @@ def read_graph(path: Path) -> ExportedGraph:
             return ExportedGraph(stream)
         except (DataError, Untrusted) as error:
             raise type(error)(
-                f"{quoted(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
+                f"{quote_name(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
             ) from error
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError, IndexError) as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise DataError(
-                f"{quoted(path, limit=300)}: cannot read the program ({why})", code="bad_program", path=path
+                f"{quote_name(path, limit=300)}: cannot read the program ({why})", code="bad_program", path=path
             ) from error
 
 
@@ -314,7 +314,7 @@ def constants_of(graph: ExportedGraph) -> Callable[[str], Tensor | None]:
     return constant
 
 
-def _needed(calls: list[ExportCall], wanted: set[str]) -> list[ExportCall]:
+def _select_needed_calls(calls: list[ExportCall], wanted: set[str]) -> list[ExportCall]:
     """Return the calls that the wanted values depend on, in order, including in-place operations."""
     kept: list[ExportCall] = []
     for call in reversed(calls):
@@ -332,7 +332,7 @@ def _payload(archive: zipfile.ZipFile, config: Mapping[str, Any], folder: str) -
     for name, entry in config["config"].items():
         if entry["use_pickle"] or entry["tensor_meta"] is None:
             raise Untrusted(
-                f"{quoted(name)} is stored as a pickle; unpickling can run code, so it was not loaded", code="needs_code",
+                f"{quote_name(name)} is stored as a pickle; unpickling can run code, so it was not loaded", code="needs_code",
                 hint="export a network that contains only plain tensors",
             )  # fmt: skip
         meta = entry["tensor_meta"]
@@ -371,14 +371,14 @@ class ExportedFile(GraphFile):
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
         """Build the network. Raises DataError, Untrusted or UsageError if it cannot run or has no head."""
-        from bnncli.models.graphs import GraphInput, GraphNetwork, HeadSearch, aten_step, outputs_in_order
+        from bnncli.models.graphs import GraphInput, GraphNetwork, HeadSearch, convert_aten_operator, outputs_in_order
 
         self.refuse(state)
         path = self.files[0]
         graph = read_graph(path)
         find = constants_of(graph)
         steps = [
-            aten_step(call.operator, content["name"], call.tensors, name=call.name)
+            convert_aten_operator(call.operator, content["name"], call.tensors, name=call.name)
             for call in graph.nodes
             for kind, content in call.outputs[:1]
             if kind == "as_tensor"

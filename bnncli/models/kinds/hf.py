@@ -16,7 +16,7 @@ from bnncli.models.huggingface import (
     Sounds,
     Texts,
     classes_of,
-    files_like,
+    find_files_like,
     find_folder,
     input_patterns,
     inputs_of,
@@ -24,7 +24,7 @@ from bnncli.models.huggingface import (
     task_of,
     weight_files,
 )
-from bnncli.names import quoted
+from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
 
@@ -49,9 +49,9 @@ class Classifier:
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
         """Build the network with the folder's weights or those of `state`; see `classifier`."""
-        from bnncli.models.huggingface import classifier, with_padding  # imports torch
+        from bnncli.models.huggingface import classifier, set_padding_token  # imports torch
 
-        return with_padding(classifier(self.folder, self.config, state), self.transform)
+        return set_padding_token(classifier(self.folder, self.config, state), self.transform)
 
 
 def open_model(place: str, asked: ModelRequest) -> Classifier:
@@ -69,7 +69,7 @@ def open_model(place: str, asked: ModelRequest) -> Classifier:
             if is_adapter
             else "expected a folder written by save_pretrained"
         )
-        raise MissingInput(f"no {CONFIG} in {quoted(folder, limit=300)}", path=folder / CONFIG, hint=hint)
+        raise MissingInput(f"no {CONFIG} in {quote_name(folder, limit=300)}", path=folder / CONFIG, hint=hint)
     config = read_object(folder / CONFIG)
     kind = kind_of(config, folder)
     return Classifier(
@@ -77,6 +77,6 @@ def open_model(place: str, asked: ModelRequest) -> Classifier:
         config,
         classes_of(config, folder),
         transform=inputs_of(folder, kind, config),
-        files=(folder / CONFIG, *weight_files(folder), *files_like(folder, input_patterns(kind))),
+        files=(folder / CONFIG, *weight_files(folder), *find_files_like(folder, input_patterns(kind))),
         task=task_of(config),
     )

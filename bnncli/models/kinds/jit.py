@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from bnncli.errors import DataError, Untrusted
 from bnncli.models import ModelRequest
 from bnncli.models.checkpoint_files import check_checksums, sniff, sniff_zip
-from bnncli.models.graphs import GraphFile, GraphStep, aten_step, wrong_program_error
-from bnncli.names import listed, quoted
+from bnncli.models.graphs import GraphFile, GraphStep, convert_aten_operator, wrong_program_error
+from bnncli.names import format_names, quote_name
 from bnncli.options.declaration import Form
 from bnncli.system import signals
 from bnncli.system.input_files import open_regular
@@ -74,7 +74,7 @@ class ScriptGraph:
             name = re.sub(r"\.\d+$", "", value.debugName())
             if value.type().kind() != "TensorType":
                 raise DataError(
-                    f"the program's input {quoted(name)} has type {value.type()}, expected only tensors", code="not_tensors",
+                    f"the program's input {quote_name(name)} has type {value.type()}, expected only tensors", code="not_tensors",
                     hint="give the network as Python code with \0model\0 file.py:factory",
                 )  # fmt: skip
             self.inputs.append(name)
@@ -115,7 +115,9 @@ class ScriptGraph:
                 tensors = [
                     value.debugName() if value.type().kind() == "TensorType" else None for value in node.inputs()
                 ]
-                found.append(aten_step(node.kind().removeprefix("aten::"), node.outputsAt(0).debugName(), tensors))
+                found.append(
+                    convert_aten_operator(node.kind().removeprefix("aten::"), node.outputsAt(0).debugName(), tensors)
+                )
         return found
 
     def constant(self, name: str) -> Any:
@@ -159,7 +161,7 @@ class ScriptProgram(nn.Module):
         """Return the outputs and the features."""
         device = next(iter(inputs.values())).device
         if device not in self._functions:
-            self._functions[device] = _function_on(self._body, device)
+            self._functions[device] = _move_function(self._body, device)
         try:
             *outputs, features = interruptible(
                 lambda: self._functions[device](*inputs.values(), *self.buffers()),
@@ -200,13 +202,13 @@ def read_program(path: Path) -> ScriptGraph:
                 return program
         except (DataError, Untrusted) as error:
             raise type(error)(
-                f"{quoted(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
+                f"{quote_name(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
             ) from error
         except (RuntimeError, ValueError, SyntaxError, zipfile.BadZipFile) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             why = f"{type(error).__name__}: {' '.join(lines)[:120]}"
             raise DataError(
-                f"{quoted(path, limit=300)}: cannot read the program ({why})", code="bad_program", path=path
+                f"{quote_name(path, limit=300)}: cannot read the program ({why})", code="bad_program", path=path
             ) from error
 
 
@@ -317,13 +319,13 @@ def _nodes(block: Any) -> Iterator[Any]:
 def _refuse(found: set[str]) -> None:
     if found:
         raise Untrusted(
-            f"the program calls {listed(sorted(found))}, which can do more than PyTorch's operators on tensors; "
+            f"the program calls {format_names(sorted(found))}, which can do more than PyTorch's operators on tensors; "
                 "it was not run",
             code="program", hint="give the network as Python code with \0model\0 file.py:factory",
         )  # fmt: skip
 
 
-def _function_on(body: Any, device: torch.device) -> Any:
+def _move_function(body: Any, device: torch.device) -> Any:
     """Return the graph as a function on a device, replacing device constants."""
     graph = body.copy()
     for node in graph.findAllNodes("prim::Constant", True):

@@ -26,20 +26,20 @@ from bnncli.models.huggingface import (
     classifier_input_kind,
     convert_library_errors,
     feature_extractor,
-    files_like,
+    find_files_like,
     find_folder,
     input_patterns,
     inputs_of,
     load,
     load_config,
-    pickled_state,
+    load_pickled_state,
     prepare_network,
     safetensors_shapes,
     task_of,
     weight_files,
 )
 from bnncli.models.libraries import require
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
 
@@ -78,7 +78,7 @@ def build_adapted(
     labels = _num_labels(empty, config, saved)
     if labels is not None:
         config = load_config(base, num_labels=labels)
-    network, info = load(type(empty), base, config, pickled_state(base))
+    network, info = load(type(empty), base, config, load_pickled_state(base))
     check_filled(
         info,
         what=f"the base model does not match {type(network).__name__}",
@@ -86,7 +86,7 @@ def build_adapted(
         may_miss=lambda name: name in saved,
         may_have=lambda name: classifier_input_kind(architecture) is None,
     )
-    return prepare_network(_with_adapter(network, folder, is_merged=is_merged))
+    return prepare_network(_apply_adapter(network, folder, is_merged=is_merged))
 
 
 def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -100,7 +100,7 @@ def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ..
     return found.pop() if len(found) == 1 else None
 
 
-def _unknown(weights: Path, names: Sequence[str]) -> list[str]:
+def _find_unknown_names(weights: Path, names: Sequence[str]) -> list[str]:
     """Return the names that the library could not place, except copies of tensors that it could."""
     with safe_open(weights, "pt") as stored:
         known = {*stored.keys()}
@@ -113,7 +113,7 @@ def _unknown(weights: Path, names: Sequence[str]) -> list[str]:
         ]
 
 
-def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Module:
+def _apply_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Module:
     """Apply the adapter to the network, merged into its weights or as wrapping layers.
 
     Raises:
@@ -126,20 +126,22 @@ def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Mo
         model = peft.get_peft_model(network, config)
         found = model.load_adapter(str(folder), "default", is_trainable=False, torch_device="cpu")
     parts = [
-        f"{what} ({len(names)}): {listed(sorted(names))}"
+        f"{what} ({len(names)}): {format_names(sorted(names))}"
         for what, names in (
             ("missing from the adapter", found.missing_keys),
-            ("not in the network", _unknown(folder / _WEIGHTS, found.unexpected_keys)),
+            ("not in the network", _find_unknown_names(folder / _WEIGHTS, found.unexpected_keys)),
         )
         if names
     ]
     if parts:
         message = (
-            f"{quoted(folder, limit=300)}: the adapter does not match {type(network).__name__}; {'; '.join(parts)}"
+            f"{quote_name(folder, limit=300)}: the adapter does not match {type(network).__name__}; {'; '.join(parts)}"
         )
         raise DataError(message, code="wrong_weights", path=folder)
     if not hasattr(model.base_model, "merge_and_unload"):
-        message = f"{quoted(folder, limit=300)}: adapters of kind {config.peft_type} cannot be merged into the weights"
+        message = (
+            f"{quote_name(folder, limit=300)}: adapters of kind {config.peft_type} cannot be merged into the weights"
+        )
         raise DataError(message, code="not_supported", path=folder)
     if not is_merged:
         apart: nn.Module = model.base_model.model
@@ -178,7 +180,7 @@ class AdaptedClassifier:
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
         """Build the network with the adapter merged; see `adapted`. Raises UsageError for other weights."""
-        from bnncli.models.huggingface import with_padding  # imports torch
+        from bnncli.models.huggingface import set_padding_token  # imports torch
 
         if state is not None:
             raise UsageError(
@@ -187,16 +189,16 @@ class AdaptedClassifier:
                 hint="give the adapter's folder as the checkpoint; if you only need a name for the run, any name "
                 "will do",
             )
-        return with_padding(
+        return set_padding_token(
             build_adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform
         )
 
     def build_apart(self) -> nn.Module:
         """Build the same network with separate adapter parameters."""
-        from bnncli.models.huggingface import with_padding  # imports torch
+        from bnncli.models.huggingface import set_padding_token  # imports torch
 
         apart = build_adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
-        return with_padding(apart, self.transform)
+        return set_padding_token(apart, self.transform)
 
 
 def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier:
@@ -211,7 +213,7 @@ def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier:
     if not (folder / ADAPTER_CONFIG).is_file():
         hint = f"this is a full model: use \0model\0 hf:{place}" if (folder / CONFIG).is_file() else None
         raise MissingInput(
-            f"no {ADAPTER_CONFIG} in {quoted(folder, limit=300)}", path=folder / ADAPTER_CONFIG, hint=hint
+            f"no {ADAPTER_CONFIG} in {quote_name(folder, limit=300)}", path=folder / ADAPTER_CONFIG, hint=hint
         )
     adapter = read_object(folder / ADAPTER_CONFIG)
     weights = _weights(folder, adapter)
@@ -222,7 +224,7 @@ def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier:
     if kind == "Sequence" and any(feature_extractor(one) is not None for one in (folder, base)):
         kind = "Audio"  # many audio models are named after sequences
     patterns = input_patterns(kind)
-    inputs = folder if files_like(folder, patterns) else base
+    inputs = folder if find_files_like(folder, patterns) else base
     return AdaptedClassifier(
         folder,
         base,
@@ -230,14 +232,20 @@ def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier:
         config,
         _classes(config, base, weights),
         transform=inputs_of(inputs, kind, config),
-        files=(folder / ADAPTER_CONFIG, weights, base / CONFIG, *weight_files(base), *files_like(inputs, patterns)),
+        files=(
+            folder / ADAPTER_CONFIG,
+            weights,
+            base / CONFIG,
+            *weight_files(base),
+            *find_files_like(inputs, patterns),
+        ),
         task=task_of(config) if config.get("problem_type") else None,
     )
 
 
 def _weights(folder: Path, adapter: Mapping[str, Any]) -> Path:
     """Return the adapter's own file. Raises MissingInput, or DataError if its kind is not supported."""
-    where, kind = quoted(folder, limit=300), str(adapter.get("peft_type")).upper()
+    where, kind = quote_name(folder, limit=300), str(adapter.get("peft_type")).upper()
     does = "adds inputs" if any(word in kind for word in _PROMPTS) else _CHOOSERS.get(kind)
     if does is not None:
         message = (
@@ -259,13 +267,15 @@ def _base_of(adapter: Mapping[str, Any], folder: Path, asked: ModelRequest) -> P
     named = adapter.get("base_model_name_or_path")
     place = asked.base_model or (named if isinstance(named, str) and named else None)
     if place is None:
-        raise UsageError(f"{quoted(folder, limit=300)} does not name its base model; give it with \0base_model\0 DIR")
+        raise UsageError(
+            f"{quote_name(folder, limit=300)} does not name its base model; give it with \0base_model\0 DIR"
+        )
     if asked.base_model is None and not Path(place).is_dir() and not asked.allow_download:
-        message = f"{quoted(folder, limit=300)} is an adapter for {quoted(place)}, which is not a local folder"
+        message = f"{quote_name(folder, limit=300)} is an adapter for {quote_name(place)}, which is not a local folder"
         raise UsageError(message, hint="give the folder of the base model: \0base_model\0 DIR")
     base = find_folder(place, option="\0base_model\0", allow_download=asked.allow_download)
     if not (base / CONFIG).is_file():
-        raise MissingInput(f"\0base_model\0: no {CONFIG} in {quoted(base, limit=300)}", path=base / CONFIG)
+        raise MissingInput(f"\0base_model\0: no {CONFIG} in {quote_name(base, limit=300)}", path=base / CONFIG)
     return base
 
 
@@ -276,9 +286,7 @@ def _kind(adapter: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -
     kind = "Sequence" if task == "SEQ_CLS" else classifier_input_kind(made_by or architecture_of(config))
     if kind is None or task not in ("SEQ_CLS", "FEATURE_EXTRACTION", None):
         what = f"for {made_by or architecture_of(config)}" + (f" for {task}" if task else "")
-        message = (
-            f"{quoted(folder, limit=300)}: expected an adapter of a sequence, image or audio classifier, got one {what}"
-        )
+        message = f"{quote_name(folder, limit=300)}: expected an adapter of a sequence, image or audio classifier, got one {what}"
         raise DataError(message, code="not_a_classifier", path=folder / ADAPTER_CONFIG)
     return kind
 

@@ -16,8 +16,8 @@ from bnncli.errors import DataError, Untrusted, UsageError
 from bnncli.likelihoods import likelihood_of
 from bnncli.models import ModelRequest
 from bnncli.models.sklearn_arrays import NAMES, arrays_of, read_skops
-from bnncli.names import listed, quoted
-from bnncli.options.command import pasted
+from bnncli.names import format_names, quote_name
+from bnncli.options.command import format_command_line
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import open_regular
 
@@ -102,12 +102,12 @@ def open_model(place: str, asked: ModelRequest) -> LinearClassifier:
     path = Path(place).expanduser()
     with open_regular(path) as stream:
         is_skops = _is_skops(stream.read(4), path)
-    found = arrays_of(read_skops(path)) if is_skops else _from_npz(path)
+    found = arrays_of(read_skops(path)) if is_skops else _read_npz(path)
     try:
-        return _checked(path, found)
+        return _check_arrays(path, found)
     except DataError as error:
         raise DataError(
-            f"{quoted(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
+            f"{quote_name(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
         ) from error
 
 
@@ -115,27 +115,29 @@ def _is_skops(head: bytes, path: Path) -> bool:
     """Return whether a file is a skops file, by its first bytes and members. Raises Untrusted for a pickle."""
     if head[:1] == b"\x80":
         raise Untrusted(
-            f"{quoted(path, limit=300)} is a pickle, which can run code, so it was not loaded", code="needs_code",
+            f"{quote_name(path, limit=300)} is a pickle, which can run code, so it was not loaded", code="needs_code",
             hint="if you trust this file, run: "
-                f"{pasted('convert', str(path), str(path.with_suffix('.npz')), trust_pickle=True)}",
+                f"{format_command_line('convert', str(path), str(path.with_suffix('.npz')), trust_pickle=True)}",
             path=path,
         )  # fmt: skip
     with open_regular(path) as stream:
         return zipfile.is_zipfile(stream) and "schema.json" in zipfile.ZipFile(stream).namelist()
 
 
-def _from_npz(path: Path) -> dict[str, np.ndarray]:
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an npz file. Raises DataError if coef_ is missing or there are unknown arrays."""
     names = npz_names(path)
     odd = sorted({*names} - {*NAMES})
     if "coef_" not in names or odd:
-        what = f"it has {listed(odd)}" if odd else "it has no coef_"
-        message = f"{quoted(path, limit=300)}: expected the array coef_ and optionally {', '.join(NAMES[1:])}; {what}"
+        what = f"it has {format_names(odd)}" if odd else "it has no coef_"
+        message = (
+            f"{quote_name(path, limit=300)}: expected the array coef_ and optionally {', '.join(NAMES[1:])}; {what}"
+        )
         raise DataError(message, code="bad_arrays", path=path)
     return dict(read_npz(path, names))
 
 
-def _checked(path: Path, found: Mapping[str, np.ndarray]) -> LinearClassifier:
+def _check_arrays(path: Path, found: Mapping[str, np.ndarray]) -> LinearClassifier:
     """Check the arrays and return their classifier. Raises DataError for mismatched shapes or non-finite values."""
     numbers = {name: np.asarray(found[name]) for name in NAMES if name in found and name != "classes_"}
     for name, array in numbers.items():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.models import ModelRequest
 from bnncli.models.libraries import convert_build_errors, disambiguate_names, require, require_torchvision, stack_images
-from bnncli.names import listed, quoted
+from bnncli.names import format_names, quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
 
@@ -65,7 +65,7 @@ class EvaluationTransform:
 
     def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return inputs (n, C, H, W) float32 for PIL images."""
-        return stack_images(_made(self), items)
+        return stack_images(_create_transform(self), items)
 
     def to_json(self) -> dict[str, Any]:
         """Return the library, and the network or configuration that defines the transform."""
@@ -151,17 +151,17 @@ def open_model(place: str, asked: ModelRequest) -> TimmModel:
             )
     folder = Path(place).expanduser()
     if folder.is_dir():
-        return _of_folder(place, folder, asked.arguments)
+        return _open_folder(place, folder, asked.arguments)
     if ":" in place or place.endswith(("/", ".json", ".safetensors", ".bin", ".pth")):
         raise UsageError(f"\0model\0: expected timm:NAME, or timm:DIR with an existing folder; got {'timm:' + place!r}")
     if "/" in place:
-        raise MissingInput(f"no folder {quoted(place, limit=300)}", path=folder)
+        raise MissingInput(f"no folder {quote_name(place, limit=300)}", path=folder)
     channels = asked.arguments.get("in_chans", "3")
     transform = EvaluationTransform(place, size=_size(asked.arguments.get("img_size"))) if channels == "3" else None
     return TimmModel(place, place, asked.arguments, transform)
 
 
-def _of_folder(place: str, folder: Path, arguments: Mapping[str, str]) -> TimmModel:
+def _open_folder(place: str, folder: Path, arguments: Mapping[str, str]) -> TimmModel:
     """Return the model in a folder written by timm's save_for_hf or push_to_hf_hub."""
     found = read_object(folder / _CONFIG)
     config = found.get("pretrained_cfg", found)  # older files have everything at the top level
@@ -170,11 +170,11 @@ def _of_folder(place: str, folder: Path, arguments: Mapping[str, str]) -> TimmMo
     if not isinstance(network, str) or not isinstance(config, dict) or not isinstance(saved, dict):
         hint = f"\0model\0 hf:{place}" if "architectures" in found or "model_type" in found else None
         raise DataError(
-            f"{quoted(folder / _CONFIG, limit=300)} names no timm architecture", path=folder / _CONFIG, hint=hint
+            f"{quote_name(folder / _CONFIG, limit=300)} names no timm architecture", path=folder / _CONFIG, hint=hint
         )
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
-        raise MissingInput(f"no {' or '.join(_WEIGHTS)} in {quoted(folder, limit=300)}", path=folder / _WEIGHTS[0])
+        raise MissingInput(f"no {' or '.join(_WEIGHTS)} in {quote_name(folder, limit=300)}", path=folder / _WEIGHTS[0])
     config = {name: value for name, value in config.items() if name not in ("architecture", "num_features", "labels")}
     names = next(
         (one for one in (found.get("label_names"), config.get("label_names"), found.get("labels")) if one), None
@@ -228,12 +228,14 @@ def _config_of(name: str) -> Mapping[str, Any]:
     network, _, tag = name.partition(".")
     if not timm.is_model(network):
         near = difflib.get_close_matches(network, timm.list_models()) or ["resnet50"]
-        raise UsageError(f"\0model\0 timm: no network {network!r}; similar names: {listed(near)}")
+        raise UsageError(f"\0model\0 timm: no network {network!r}; similar names: {format_names(near)}")
     try:
         config = timm.get_pretrained_cfg(name)
     except RuntimeError:
         tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{network}.*")]
-        raise UsageError(f"\0model\0 timm: {network} has the tags {listed(tags, limit=20)}; got {tag!r}") from None
+        raise UsageError(
+            f"\0model\0 timm: {network} has the tags {format_names(tags, limit=20)}; got {tag!r}"
+        ) from None
     if config is None:
         raise UsageError(f"\0model\0 timm: {name!r} is a deprecated name; use timm's current name for it")
     found: dict[str, Any] = config.to_dict()
@@ -241,7 +243,7 @@ def _config_of(name: str) -> Mapping[str, Any]:
 
 
 @cache
-def _made(transform: EvaluationTransform) -> Callable[[Any], Tensor]:
+def _create_transform(transform: EvaluationTransform) -> Callable[[Any], Tensor]:
     """Return the transform of single images, created once per process."""
     _timm()
     from timm.data import create_transform, resolve_data_config

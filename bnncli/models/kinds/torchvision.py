@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.errors import UsageError
 from bnncli.models import ModelRequest
 from bnncli.models.libraries import convert_build_errors, disambiguate_names, require_torchvision, stack_images
-from bnncli.names import listed
+from bnncli.names import format_names
 from bnncli.options.declaration import Form
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ class Builder:
         state = {_current_name(name): tensor for name, tensor in state.items()} if "densenet" in self.name else state
         arguments = convert_arguments(make, self.arguments, option="\0model_arg\0")
         if self.transform is not None:
-            arguments = {**_of_weights(self.name, _weights(self.name, self.transform.weights)), **arguments}
+            arguments = {**_infer_from_weights(self.name, _weights(self.name, self.transform.weights)), **arguments}
         if self.name in _WITH_AUXILIARY_HEADS:
-            arguments = {**_of_auxiliary_heads(self.name, arguments, state), **arguments}
+            arguments = {**_infer_auxiliary_heads(self.name, arguments, state), **arguments}
         with convert_build_errors(f"torchvision:{self.name}"):
             if "num_classes" not in arguments and (count := _num_classes(make, arguments, state)) is not None:
                 arguments["num_classes"] = count
@@ -125,7 +125,7 @@ def _builder(name: str) -> Any:
     if name not in names:
         near = difflib.get_close_matches(name, names) or names[:5]
         raise UsageError(
-            f"\0model\0 torchvision: no classifier {name!r} in torchvision.models; similar names: {listed(near)}"
+            f"\0model\0 torchvision: no classifier {name!r} in torchvision.models; similar names: {format_names(near)}"
         )
     return models.get_model_builder(name)
 
@@ -142,14 +142,14 @@ def _weights(name: str, weights: str) -> Any:
     return enum[weights]
 
 
-def _of_weights(name: str, weights: Any) -> dict[str, Any]:
+def _infer_from_weights(name: str, weights: Any) -> dict[str, Any]:
     """Return arguments other than the number of classes that these weights imply."""
     if name.startswith("vit_"):
         return {"image_size": weights.meta["min_size"][0]}
     return {"input_size": weights.meta["min_size"]} if name.startswith("maxvit") else {}
 
 
-def _of_auxiliary_heads(name: str, given: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
+def _infer_auxiliary_heads(name: str, given: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Infer arguments of Inception and GoogLeNet from the checkpoint. Raises UsageError for the one that it cannot."""
     if "transform_input" not in given:
         raise UsageError(

@@ -18,7 +18,7 @@ from problems.command_line import Cli
 from problems.grids import Stage, jobs_of, stage, write_grid
 
 from bnncli.commands.grid import GridOptions
-from bnncli.commands.grid.running import Ended, Journal, Running, Seen, seen_by, stop
+from bnncli.commands.grid.running import Journal, LineEnd, Observation, Running, read_seen, stop
 from bnncli.errors import DeviceError, UsageError
 
 __all__ = ["stage"]
@@ -127,13 +127,13 @@ def test_what_a_line_without_artifacts_sees_is_another_when_its_answer_may_be(
     known: list[str] = []
 
     def digest(config: str | None = None) -> str:
-        seen = seen_by(diagnose, config)
+        seen = read_seen(diagnose, config)
         assert seen is not None
         return seen.digest(apart_from=[])
 
     known.append(digest())
     assert digest() == known[0]
-    assert seen_by(laplace, None) is None  # it tells itself
+    assert read_seen(laplace, None) is None  # it tells itself
     assert cli("fit-laplace", small_run, "--prior-precision", 3, "--force").code == 0
     known.append(digest())
     monkeypatch.setenv("BNNCLI_DIAGNOSE_SEED", "3")
@@ -148,20 +148,20 @@ def test_what_a_line_without_artifacts_sees_is_another_when_its_answer_may_be(
     known.append(digest())
     assert len(set(known)) == len(known) == 7
     Path("bnncli.toml").write_text("[common]\nrun-dir = 'x'\n")
-    assert seen_by(diagnose, None) is None  # what it sees is not known
+    assert read_seen(diagnose, None) is None  # what it sees is not known
 
 
 def test_what_lines_beside_it_leave_is_no_concern_of_a_line_that_does_not_wait_for_them() -> None:
     own, other = Path("posteriors/a.safetensors"), Path("predictions/b.h5")
-    before, after = (Seen({own: "1", **more}, {}) for more in ({}, {other: "2"}))
+    before, after = (Observation({own: "1", **more}, {}) for more in ({}, {other: "2"}))
     assert before.digest(apart_from=[other]) == after.digest(apart_from=[Path.cwd() / other])
     assert before.digest(apart_from=[]) != after.digest(apart_from=[])
-    assert before.digest(apart_from=[other]) != Seen({own: "3"}, {}).digest(apart_from=[other])
+    assert before.digest(apart_from=[other]) != Observation({own: "3"}, {}).digest(apart_from=[other])
 
 
 def test_lines_beside_one_are_all_but_those_that_it_waits_for(stage: Stage) -> None:
     jobs = jobs_of(stage.folder, TWO + HMC + MERGE + LAST.replace("]]\n", ']]\nafter = ["joined"]\n'))
-    left = {job.key: Ended("done", 0, outputs=(job.name,)) for job in jobs[:-1]}
+    left = {job.key: LineEnd("done", 0, outputs=(job.name,)) for job in jobs[:-1]}
     journal = Journal(stage.folder, left)
     assert journal.beside(jobs[-1], jobs) == set()  # through merge it waits for all
     assert {path.name for path in journal.beside(jobs[-2], jobs)} == {name for name in NAMES[:-1] if "full" in name}

@@ -191,7 +191,7 @@ def test_a_page_of_other_options_is_not_replaced_without_force(cli: Cli, run: Pa
 def test_a_place_that_takes_no_page_is_told_before_any_work(
     cli: Cli, run: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.commands.report.whole.sections_of", None)  # no work is done
+    monkeypatch.setattr("bnncli.commands.report.whole.build_sections", None)  # no work is done
     path = tmp_path / place
     done = cli("report", run, "--out", path)
     assert (done.code, done.stdout) == (73, "")

@@ -13,7 +13,7 @@ from problems.command_line import Cli
 from problems.pages import Node, check_is_self_contained, read_page
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.commands.report.subject import png_of, text_of
+from bnncli.commands.report.subject import encode_png, shorten_text
 
 pytestmark = pytest.mark.usefixtures("pictures_are_names")
 SIDE = 6
@@ -105,19 +105,19 @@ def test_inputs_of_code_are_shown_where_it_is_trusted_as_what_it_returns_now(cli
 
 
 def test_texts_are_shown_as_texts_cut_and_on_one_line() -> None:
-    assert text_of("a\n b\tc") == "a b c"
-    assert text_of(("premise", "hypothesis")) == "premise / hypothesis"
-    long = text_of("word " * 200)
+    assert shorten_text("a\n b\tc") == "a b c"
+    assert shorten_text(("premise", "hypothesis")) == "premise / hypothesis"
+    long = shorten_text("word " * 200)
     assert long is not None
     assert len(long) == 300
     assert long.endswith("…")
-    assert text_of(np.zeros(3)) is None
+    assert shorten_text(np.zeros(3)) is None
 
 
 @pytest.mark.parametrize("shape", [(9, 7), (9, 7, 1), (9, 7, 3), (1, 9, 7), (3, 9, 7)])
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
 def test_arrays_of_images_in_any_order_of_axes_become_small_pictures(shape: tuple[int, ...], kind: type) -> None:
-    png = png_of(np.ones(shape, kind))
+    png = encode_png(np.ones(shape, kind))
     assert png is not None
     with Image.open(io.BytesIO(png)) as image:
         assert image.size == (7, 9)
@@ -127,16 +127,16 @@ def test_arrays_of_images_in_any_order_of_axes_become_small_pictures(shape: tupl
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
 def test_pictures_of_more_than_eight_bits_keep_their_shades(kind: type) -> None:
     shades = np.linspace(0, 1 if kind is np.float32 else 65535, 100).reshape(10, 10).astype(kind)
-    png = png_of(Image.fromarray(shades))
+    png = encode_png(Image.fromarray(shades))
     assert png is not None
     found = np.asarray(Image.open(io.BytesIO(png)))
     np.testing.assert_allclose(found, 255 * (shades / shades.max()), atol=1)
 
 
 def test_a_large_picture_is_made_small_and_a_row_of_numbers_is_none() -> None:
-    png = png_of(Image.new("RGB", (640, 320), "red"))
+    png = encode_png(Image.new("RGB", (640, 320), "red"))
     assert png is not None
     assert Image.open(io.BytesIO(png)).size == (64, 32)
-    assert png_of(np.zeros(784)) is None
-    assert png_of(np.zeros((4, 4, 4, 4))) is None
-    assert png_of("text") is None
+    assert encode_png(np.zeros(784)) is None
+    assert encode_png(np.zeros((4, 4, 4, 4))) is None
+    assert encode_png("text") is None

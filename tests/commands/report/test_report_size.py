@@ -10,7 +10,7 @@ import pytest
 from problems.command_line import Cli
 from problems.pages import check_is_self_contained, check_names, read_page
 
-from bnncli.figures.pages import LEFT_OUT, Markup, Section, fitted, joined, paragraph
+from bnncli.figures.pages import LEFT_OUT, Markup, Section, join_markup, paragraph, render_fitting_sections
 
 
 def fit(sizes: Sequence[int], most: int) -> tuple[str, list[str]]:
@@ -18,9 +18,9 @@ def fit(sizes: Sequence[int], most: int) -> tuple[str, list[str]]:
     sections = [Section(name, name, [paragraph("x" * size)]) for name, size in zip("abcdef", sizes, strict=False)]
 
     def page_of(kept: Sequence[Section], ready: dict[str, Markup]) -> bytes:
-        return joined(*(ready[section.name] for section in kept)).encode()
+        return join_markup(*(ready[section.name] for section in kept)).encode()
 
-    found = fitted(
+    found = render_fitting_sections(
         sections,
         importance=lambda section: -ord(section.name),
         page_of=page_of,

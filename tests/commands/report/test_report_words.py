@@ -9,10 +9,19 @@ from collections.abc import Callable
 import pytest
 
 from bnncli.commands.report.sections import data_table
-from bnncli.commands.report.subject import class_name, missing, parameter_name, tried
-from bnncli.commands.report.verdict import calibration_in_words, listed_in_words
+from bnncli.commands.report.subject import class_name, describe_error, parameter_name, try_find
+from bnncli.commands.report.verdict import describe_calibration, join_names
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
-from bnncli.figures.pages import Markup, Missing, TableCell, commands, element, joined, paragraph, with_classes
+from bnncli.figures.pages import (
+    Markup,
+    Missing,
+    TableCell,
+    commands,
+    element,
+    extract_style_classes,
+    join_markup,
+    paragraph,
+)
 from bnncli.session.run import Table
 
 HEAD = [{"name": "head.weight", "offset": 0, "shape": [3, 4]}, {"name": "head.bias", "offset": 12, "shape": [3]}]
@@ -42,9 +51,11 @@ def test_long_names_of_classes_are_cut_and_what_cannot_be_shown_is_written_out()
 
 
 def test_an_error_becomes_a_sentence_with_the_command_that_helps() -> None:
-    command = missing(DataError("no features", hint="bnncli extract-features c.pt"))
+    command = describe_error(DataError("no features", hint="bnncli extract-features c.pt"))
     assert command == Missing("No features.", "bnncli extract-features c.pt")
-    assert missing(DataError("x.h5 is damaged", hint="add \0force\0")) == Missing("x.h5 is damaged; add --force.")
+    assert describe_error(DataError("x.h5 is damaged", hint="add \0force\0")) == Missing(
+        "x.h5 is damaged; add --force."
+    )
 
 
 def raising(error: BnnError) -> Callable[[], None]:
@@ -57,17 +68,17 @@ def raising(error: BnnError) -> Callable[[], None]:
 @pytest.mark.parametrize("error", [ReadError("I/O error"), DeviceError("no such device"), Interrupted(2, "stopped")])
 def test_what_the_machine_or_the_user_did_ends_the_report(error: BnnError) -> None:
     with pytest.raises(type(error), match=re.escape(str(error))):
-        tried(raising(error))
+        try_find(raising(error))
 
 
 def test_what_is_wrong_with_artifacts_or_has_no_room_is_told_in_its_place() -> None:
-    assert tried(raising(DataError("x.h5 is damaged"))) == Missing("x.h5 is damaged.")
-    assert tried(raising(DeviceError("Too large", code="out_of_memory"))) == Missing("Too large.")
-    assert tried(lambda: 3) == 3
+    assert try_find(raising(DataError("x.h5 is damaged"))) == Missing("x.h5 is damaged.")
+    assert try_find(raising(DeviceError("Too large", code="out_of_memory"))) == Missing("Too large.")
+    assert try_find(lambda: 3) == 3
 
 
 def test_lists_and_differences_in_words() -> None:
-    assert [listed_in_words(list("abc"[:n])) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert [join_names(list("abc"[:n])) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +93,7 @@ def test_calibration_errors_are_more_than_chance_at_one_level_for_all_of_them(
     p_values: tuple[float, ...], told: str
 ) -> None:
     known = [(name, {"value": 0.1, "floor": 0.02, "p_calibrated": p}) for name, p in zip("abc", p_values, strict=True)]
-    text = calibration_in_words("test", known)
+    text = describe_calibration("test", known)
     assert text.startswith("On test, stated confidence and accuracy differ by 10.0% (a), 10.0% (b) and 10.0% (c) on")
     assert "A calibrated model would differ by 2.0% by chance" in text
     assert told in text
@@ -91,21 +102,21 @@ def test_calibration_errors_are_more_than_chance_at_one_level_for_all_of_them(
 def test_texts_are_escaped_and_markup_is_not() -> None:
     assert paragraph("a<b", element("b", "c&d"), "\n\udcff") == "<p>a&lt;b<b>c&amp;d</b>\\n\\udcff</p>"
     assert element("img", src='"x"', alt="", hidden=True, class_=None) == '<img src="&quot;x&quot;" alt="" hidden>'
-    assert isinstance(joined("a", Markup("<hr>"), by=", "), Markup)
+    assert isinstance(join_markup("a", Markup("<hr>"), by=", "), Markup)
 
 
 def test_styles_that_come_again_become_classes() -> None:
     text = Markup(
         '<a style="x: 1"></a><b style="y: 2"></b><c style="x: 1"></c><d style="y: 2"></d><e style="z: 3"></e>'
     )
-    found, rules = with_classes(text)
+    found, rules = extract_style_classes(text)
     assert found == '<a class="s0"></a><b class="s1"></b><c class="s0"></c><d class="s1"></d><e style="z: 3"></e>'
     assert rules.splitlines() == [".s0 { x: 1 }", ".s1 { y: 2 }"]
 
 
 def test_a_text_that_reads_like_a_style_stays_a_text() -> None:
     text = Markup('<p title="a &lt; b">x style="} * { all: unset"</p>' * 2)
-    assert with_classes(text) == (text, "")
+    assert extract_style_classes(text) == (text, "")
 
 
 def test_a_command_is_not_broken_at_the_dashes_of_an_option_and_is_copied_as_it_is() -> None:
