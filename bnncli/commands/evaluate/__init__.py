@@ -487,7 +487,7 @@ def _evaluate(
 
 
 def _explain_recomputation(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
-    """Return why scores are computed again, as `why_anew`, also where the default detection score changed."""
+    """Return why scores are computed again, as `explain_recomputation`, also where the default detection score changed."""
     usual = {DEFAULT_SCORE, *FALLBACK_SCORES}
     is_other = asked["score"] != recorded.get("score") and usual >= {*(recorded.get("score") or [])}
     if is_other and all(asked.get(name) == recorded.get(name) for name in {*asked, *recorded} - {"score"}):

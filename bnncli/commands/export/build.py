@@ -247,7 +247,7 @@ class ModelInputs:
 
 
 def _open_inputs(run: Run, options: ExportOptions, split: Split) -> ModelInputs:
-    """Features, or the inputs of the network. Raises what inputs_in raises."""
+    """Features, or the inputs of the network. Raises what read_inputs raises."""
     if options.head_only:
         return read_features(split)
     return read_inputs(run, split, trusts_code=options.trust_code, is_halved=options.dtype == "float16")
