@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.logits import LogitRoot
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.logits import LogitRoot
 
 
 @dataclass(frozen=True)

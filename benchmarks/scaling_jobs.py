@@ -11,13 +11,13 @@ import machine
 import torch
 from machine import Work
 
-from bnncli.curvature import ggn
 from bnncli.inference.dynamics import WhitenedPotential, transition
 from bnncli.inference.mode import covariance_at, find_mode
 from bnncli.inference.refine import fit_flow
 from bnncli.numerics.random import stream
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import ggn
 from bnncli.targets.last_layer import LastLayerTarget
 
 PRIOR_PRECISION = 100.0

@@ -180,8 +180,8 @@ SCORE = Score(title="NAME", digits=3, of_split=of_split)
 CURVATURE = '''
 """A multiple of the identity with the Hessian's trace."""
 
-from bnncli.curvature import Operations
-from bnncli.curvature.diag import Diag
+from bnncli.structures import Operations
+from bnncli.structures.diag import Diag
 
 
 class CLASS:
@@ -213,7 +213,7 @@ class CLASS:
 NETWORK_CURVATURE = '''
 """The same of a whole network."""
 
-from bnncli.network_curvature.diag import Diag
+from bnncli.structures.diag import Diag
 
 
 class CLASS:
@@ -279,7 +279,7 @@ LOGITS = '''
 
 import torch
 
-from bnncli.logits import LogitRoot
+from bnncli.structures.logits import LogitRoot
 
 
 def of_head(covariance, layout):

@@ -13,9 +13,9 @@ from kills import SERVER
 from peaks import MMAP_THRESHOLD, OWN_PAGES, now
 
 from bnncli.artifacts.features import read_features
-from bnncli.curvature import ggn
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn
 from bnncli.targets.blocks import FeatureBlocks
 from bnncli.targets.last_layer import LastLayerTarget
 

@@ -16,7 +16,6 @@ from gpu_steps.heads import made_head, made_target
 from machine import best_of, covariance_work, curvature_work, gradient_work, timed
 from torch import Tensor
 
-from bnncli.covariances import Covariance
 from bnncli.flows.affine import Affine
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.mode import covariance_at, find_suitable_mode
@@ -27,6 +26,7 @@ from bnncli.integrators.probit import Probit
 from bnncli.numerics.random import stream
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import Covariance
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.variants import CoarseGradient
 

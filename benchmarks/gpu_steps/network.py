@@ -25,16 +25,16 @@ from torch import Tensor, nn
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.samples import read_samples
-from bnncli.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.integrators.probit import probit_probs
 from bnncli.models.architectures.mlp import build as mlp
 from bnncli.models.architectures.resnet20 import build as resnet20
 from bnncli.models.architectures.wide_resnet import build as wide_resnet
-from bnncli.network_curvature._matrices import matrices_of
-from bnncli.network_curvature.kron import LayerFactors, in_parts
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn
+from bnncli.structures.kron import LayerFactors, build_parts
+from bnncli.structures.network_sums import matrices_of
 from bnncli.targets.network import NetworkTarget
 
 PRECISION = 100.0
@@ -270,7 +270,7 @@ def _numbers(bench: Bench, case: Case, device: torch.device) -> Numbers:
     start = target.layout.trained()
     made = LayerFactors.of(target, start)
     bases = made.bases()
-    hessian = in_parts("kron", made, bases, {name: basis.values for name, basis in bases.items()})
+    hessian = build_parts("kron", made, bases, {name: basis.values for name, basis in bases.items()})
     factors = {f"{name}, inputs": factor for name, factor in made.features.items()}
     factors |= {f"{name}, outputs": factor for name, factor in made.outputs.items()} | {"the rest": made.rest}
     fit = fit_gaussian(target, start=start, structure="kron", center="checkpoint", hessian=hessian)

@@ -8,10 +8,10 @@ from gpu_steps.heads import made_target
 from machine import covariance_work, curvature_work
 from torch import Tensor
 
-from bnncli.covariances.full import Full, from_rows
-from bnncli.curvature import ggn
 from bnncli.inference.mode import covariance_at
 from bnncli.parameters.layouts import HeadLayout
+from bnncli.structures import ggn
+from bnncli.structures.full import Full, from_rows
 from bnncli.system.memory import bytes_text
 
 NUM_EXAMPLES = 50_000

@@ -22,7 +22,6 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bnncli.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_search import search
 from bnncli.integrators.probit import probit_probs
@@ -30,6 +29,7 @@ from bnncli.models.architectures.lenet5 import build as lenet5
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from network_parts._bench import Bench, LeftOut

@@ -13,7 +13,6 @@ from typing import Any
 from bnncli import __version__, registry
 from bnncli.artifacts.resume import DrawFile
 from bnncli.artifacts.samples import SampleFile, write_samples
-from bnncli.covariances import Covariance
 from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding_numbers
 from bnncli.evaluation.verdict import LOW_BFMI, lowest_bfmi
@@ -80,6 +79,7 @@ from bnncli.session.posteriors import (
 from bnncli.session.produce import Request, Resumable, ResumableDraws
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
+from bnncli.structures import Covariance
 from bnncli.system.memory import budget
 from bnncli.system.workers import team
 from bnncli.targets.network import NetworkTarget

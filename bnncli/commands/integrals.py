@@ -12,8 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.artifacts.outputs import check_figure_path, write_figure
-from bnncli.covariances.diag import Diag
-from bnncli.covariances.full import Full
 from bnncli.errors import UsageError
 from bnncli.figures import render
 from bnncli.figures.integrals import ErrorPanel, draw
@@ -27,6 +25,8 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
 from bnncli.session.run import Result, Run, Table
+from bnncli.structures.diag import Diag
+from bnncli.structures.full import Full
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,6 @@ from typing import Any, ClassVar, cast
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
-from bnncli.covariances._row_space import rows_of
-from bnncli.covariances._subspace import Subspace
-from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, reach
 from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space, resolve_settings, settings_of
@@ -74,6 +71,9 @@ from bnncli.session.val_report import (
     val_lines,
     warn_if_worse,
 )
+from bnncli.structures.diag import Diag
+from bnncli.structures.row_space import rows_of
+from bnncli.structures.subspace import Subspace
 from bnncli.system.memory import budget, bytes_text
 from bnncli.targets.target import Target
 

@@ -10,11 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Covariance
-from bnncli.covariances.block import Block
-from bnncli.covariances.diag import Diag
-from bnncli.covariances.full import Full
-from bnncli.covariances.kron import Kron
 from bnncli.errors import UsageError
 from bnncli.evaluation.feature_scores import FittedViews
 from bnncli.export import steps
@@ -30,8 +25,13 @@ from bnncli.integrators.mean_field import MeanField
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.integrators.probit import Probit
 from bnncli.integrators.quadrature import Quadrature, hermite_nodes
-from bnncli.logits import root_of_covariances
 from bnncli.parameters.layouts import HeadLayout
+from bnncli.structures import Covariance
+from bnncli.structures.block import Block
+from bnncli.structures.diag import Diag
+from bnncli.structures.full import Full
+from bnncli.structures.kron import Kron
+from bnncli.structures.logits import root_of_covariances
 from bnncli.system.memory import bytes_text
 
 MOST_BYTES = 1 << 30  # for the directions of all logits in one file

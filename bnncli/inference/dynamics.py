@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from bnncli.covariances import Covariance, Root
 from bnncli.lazy import torch
 from bnncli.posteriors import move, standard_normal
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import Covariance, Root
 from bnncli.targets.target import LogJoint, WholeTarget
 from bnncli.training.loop import StepGraph
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
-from bnncli.covariances import Covariance, root_for_many
 from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.dynamics import (
     DYNAMICS,
@@ -33,6 +32,7 @@ from bnncli.inference.dynamics import (
 from bnncli.lazy import torch
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
+from bnncli.structures import Covariance, root_for_many
 from bnncli.system.workers import Team, shares, working_alone
 from bnncli.targets.target import WholeTarget
 

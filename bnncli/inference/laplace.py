@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from bnncli.covariances import Covariance, num_varying, varying_places
-from bnncli.covariances._row_space import WithinRows
 from bnncli.errors import NumericError
 from bnncli.inference.mode import LocalCovariance, Mode, covariance_at, find_suitable_mode
 from bnncli.lazy import torch
@@ -22,6 +20,8 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors import standard_normal
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
+from bnncli.structures import Covariance, num_varying, varying_places
+from bnncli.structures.row_space import WithinRows
 from bnncli.system import signals
 from bnncli.targets.network import pairs_at_once
 from bnncli.targets.row_space import RowSpace

@@ -10,13 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bnncli import registry
-from bnncli.covariances import Covariance, cheapest_root
-from bnncli.curvature import count_pass, ggn, structure_of
 from bnncli.errors import NumericError
 from bnncli.inference import memory
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress, Task
+from bnncli.structures import Covariance, cheapest_root, count_pass, ggn, structure_of
 from bnncli.system import signals
 from bnncli.system.memory import give_back_freed, is_large
 from bnncli.system.workers import team
@@ -147,7 +146,7 @@ def _is_spread(target: CurvedTarget, structure: str) -> bool:
 
 def _spread(target: CurvedTarget, theta: Tensor) -> LocalCovariance:
     """Return the full covariance from rows of H that each worker computes for its own panels; H is float32 on the CPU."""
-    from bnncli.covariances.full import from_rows
+    from bnncli.structures.full import from_rows
 
     layout = target.layout
     count_pass(target)  # as on a single device, so that reported costs agree

@@ -20,8 +20,8 @@ from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
 from bnncli.targets.network import NetworkTarget, pairs_at_once
 
 if TYPE_CHECKING:
-    from bnncli.network_curvature._uses import Piece
     from bnncli.parameters.tensor_bytes import Growth
+    from bnncli.structures.network_sums import Piece
 
 
 # of a process on a CPU: libraries loaded on first use, their tables and kernels
@@ -72,8 +72,8 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
     The positions of Sigma's blocks are probed first, which takes trying_bytes. On a CPU, small blocks for what flows
     back to the layers leave holes.
     """
-    from bnncli.logits._by_layer import block_size
-    from bnncli.logits._network import is_turned, largest_root
+    from bnncli.structures.logit_gaussian import is_turned, largest_root
+    from bnncli.structures.network_logits import block_size
 
     num_others, root = _num_beside_layers(layout), largest_root(structure, layout)
     count, each = block_size(layout, root, device, num_others)
@@ -95,8 +95,7 @@ def probing_bytes(layout: ModuleLayout) -> int:
 
 def _num_beside_layers(layout: ModuleLayout) -> int:
     """Return the number of parameters in theta that belong to no linear layer, convolution or norm, such as attention's own."""
-    from bnncli.network_curvature._matrices import matrices_of
-    from bnncli.network_curvature._scales import scales_of
+    from bnncli.structures.network_sums import matrices_of, scales_of
 
     pieces: list[Piece] = [*matrices_of(layout), *scales_of(layout)]
     taken = {part.name for piece in pieces for part in piece.parts}
@@ -118,8 +117,8 @@ def _largest_module(layout: ModuleLayout) -> int:
 
 def logit_cache_bytes(layout: ModuleLayout, structure: str) -> int:
     """Return float32 values per example to keep linearised logits: inputs of layers called once, else derivatives."""
-    from bnncli.logits._network import is_turned
     from bnncli.parameters.module import module_places
+    from bnncli.structures.logit_gaussian import is_turned
 
     once = _called_once(layout) if is_turned(structure) else {}
     sizes = {name: place.stop - place.start for name, place in module_places(layout).items()}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bnncli.covariances import Covariance
 from bnncli.inference.dynamics import WhitenedPotential
 from bnncli.inference.hmc import HmcRun
 from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
+from bnncli.structures import Covariance
 from bnncli.targets.target import Target
 
 if TYPE_CHECKING:

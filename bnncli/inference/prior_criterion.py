@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from bnncli import registry
-from bnncli.covariances import Covariance, num_varying
 from bnncli.inference.laplace import fixed_log_prior, laplace_evidence
 from bnncli.lazy import torch
-from bnncli.logits import root_of_covariances
-from bnncli.logits._network import covariances_together, is_by_layer
 from bnncli.numerics.random import row_shifts, shifted_normal, uniform_points
 from bnncli.parameters.layouts import ClassifierLayout, LogitLayout, ParamLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import Covariance, num_varying
+from bnncli.structures.logit_gaussian import covariances_together, is_by_layer
+from bnncli.structures.logits import root_of_covariances
 from bnncli.targets.last_layer import HeldOutFeatures, row_blocks
 from bnncli.targets.target import CurvedTarget, HeldOut, HeldOutByLogits
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from bnncli.covariances import Covariance
 from bnncli.errors import NumericError, UsageError
 from bnncli.evaluation.recommendation import WORSE_SHARE
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
@@ -19,6 +18,7 @@ from bnncli.lazy import torch
 from bnncli.numerics.random import MOST_DIMENSIONS, quasi_normal
 from bnncli.posteriors import move, standard_normal
 from bnncli.progress import SILENT, Progress, Task
+from bnncli.structures import Covariance
 from bnncli.targets.target import CurvedTarget, HeldOut
 
 if TYPE_CHECKING:

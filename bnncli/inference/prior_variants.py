@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.covariances import varying_places
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.mode import covariance_at
@@ -30,13 +29,14 @@ from bnncli.lazy import torch
 from bnncli.parameters.module import module_places
 from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT, Progress, Task
+from bnncli.structures import varying_places
 from bnncli.targets.target import CurvedTarget, HeldOut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.covariances import Covariance
     from bnncli.parameters.layouts import ParamLayout
+    from bnncli.structures import Covariance
 
 
 class Fold(NamedTuple):

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.covariances._subspace import Subspace
 from bnncli.errors import NumericError
 from bnncli.flows import FlowLayer, Recipe, build_layers, choose_recipe, choose_space, push
 from bnncli.lazy import torch
@@ -17,6 +16,7 @@ from bnncli.parameters.layouts import ParamLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
+from bnncli.structures.subspace import Subspace
 from bnncli.system.devices import single_threaded
 from bnncli.targets.target import LogJoint, Target, value_with_gradient
 from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, steps_at_once, train

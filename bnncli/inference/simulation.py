@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bnncli.covariances.diag import Diag
 from bnncli.inference.dynamics import DrawSubset, WhiteCoordinates
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
@@ -30,6 +29,7 @@ from bnncli.parameters.prior import Prior, initial_theta
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.progress import SILENT, Progress, Task
+from bnncli.structures.diag import Diag
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.variants import ManyLabels
 

@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bnncli.covariances.swag import Swag
 from bnncli.errors import NumericError
 from bnncli.inference.refine import TargetLearner
 from bnncli.lazy import no_grad, torch
 from bnncli.numerics.random import on_device
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
+from bnncli.structures.swag import Swag
 from bnncli.targets.target import CurvedTarget
 from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, train
 from bnncli.training.optimizers import Adam

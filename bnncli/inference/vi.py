@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.mode import conjugate_gradients
 from bnncli.inference.refine import TargetLearner
@@ -18,6 +17,7 @@ from bnncli.parameters.layouts import HeadLayout, LogitLayout
 from bnncli.parameters.module import ModuleLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
+from bnncli.structures.diag import Diag
 from bnncli.targets.target import CurvedTarget
 from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, train
 from bnncli.training.optimizers import Adam

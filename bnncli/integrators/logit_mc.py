@@ -27,12 +27,12 @@ from bnncli.integrators._draws import BlockDraws, LogitDraws, average
 from bnncli.integrators._partitions import DrawPartition, group_ends, interval_level, scramble_ends
 from bnncli.integrators.mc import check_num_samples, quasi_sample
 from bnncli.lazy import torch
-from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.numerics.random import balance_warning, quasi_normal, row_shifts, shifted_normal, uniform_points
 from bnncli.options.declaration import QMC, Draws
 from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
+from bnncli.structures.logits import LogitGaussian, LogitRoot
 from bnncli.system.memory import require
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from bnncli.evaluation.comparison import Estimate
 from bnncli.evaluation.detection import Ranking, auroc
 from bnncli.lazy import torch
-from bnncli.logits import root_of_covariances
 from bnncli.numerics import dirichlet
 from bnncli.papers import digit_network
 from bnncli.papers.bridge_toys import build_vertices, dirichlet_shares
 from bnncli.papers.recipe import Files, Measurements, Settings
 from bnncli.progress import Progress
+from bnncli.structures.logits import root_of_covariances
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,6 @@ from bnncli.evaluation.detection import Ranking, auroc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.lazy import special, torch
 from bnncli.likelihoods import likelihood_of
-from bnncli.logits import root_of_covariances
 from bnncli.models.architectures.mlp import build
 from bnncli.models.checkpoints import load_checkpoint
 from bnncli.numerics import dirichlet
@@ -24,6 +23,7 @@ from bnncli.papers.recipe import Files, Measurements, Settings
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.progress import Progress
+from bnncli.structures.logits import root_of_covariances
 from bnncli.targets.network import NetworkTarget
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.covariances.diag import Diag
-from bnncli.curvature import ggn
 from bnncli.errors import DataError
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import ggn
+from bnncli.structures.diag import Diag
 from bnncli.targets.network import NetworkTarget
 
 if TYPE_CHECKING:

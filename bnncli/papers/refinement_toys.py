@@ -12,8 +12,6 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.covariances.diag import Diag
-from bnncli.covariances.full import inverse
 from bnncli.errors import NumericError
 from bnncli.evaluation.comparison import Estimate
 from bnncli.evaluation.convergence import convergence
@@ -32,6 +30,8 @@ from bnncli.parameters.layouts import HeadLayout, ParamPart, consecutive_parts, 
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress, Task
+from bnncli.structures.diag import Diag
+from bnncli.structures.full import inverse
 from bnncli.targets.last_layer import LastLayerTarget
 
 if TYPE_CHECKING:

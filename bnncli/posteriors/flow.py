@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli import registry
-from bnncli.covariances._row_space import rows_of
-from bnncli.covariances._subspace import Subspace
 from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.lazy import no_grad, torch
 from bnncli.parameters.layouts import ParamLayout
@@ -21,6 +19,8 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors import sample_from_noise, thetas_at_once
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
+from bnncli.structures.row_space import rows_of
+from bnncli.structures.subspace import Subspace
 
 if TYPE_CHECKING:
     from torch import Tensor

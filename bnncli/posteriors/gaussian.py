@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from bnncli.covariances import Covariance, num_varying
-from bnncli.covariances._row_space import read_covariance, rows_of
 from bnncli.errors import DataError
 from bnncli.lazy import torch
-from bnncli.logits import LogitGaussian, LogitRoot
-from bnncli.logits._asked import logit_gaussian
 from bnncli.numerics.random import quasi_normal
 from bnncli.parameters.layouts import HeadLayout, LogitLayout, ParamLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork, bind_layout, recorded_layout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
+from bnncli.structures import Covariance, num_varying
+from bnncli.structures.logit_gaussian import logit_gaussian
+from bnncli.structures.logits import LogitGaussian, LogitRoot
+from bnncli.structures.row_space import read_covariance, rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor

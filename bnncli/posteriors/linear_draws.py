@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.errors import UsageError
 from bnncli.lazy import torch
-from bnncli.logits import LogitGaussian, LogitRoot
-from bnncli.logits._drawn import drawn_spread
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
+from bnncli.structures.logit_gaussian import drawn_spread
+from bnncli.structures.logits import LogitGaussian, LogitRoot
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.logits import LogitGaussian, LogitRoot
-from bnncli.logits._asked import logit_gaussian
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork, bind_layout, recorded_layout
 from bnncli.shapes import check_shapes
+from bnncli.structures.logit_gaussian import logit_gaussian
+from bnncli.structures.logits import LogitGaussian, LogitRoot
 
 if TYPE_CHECKING:
     from torch import Tensor

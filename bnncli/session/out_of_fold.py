@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from bnncli.artifacts.headers import Header
     from bnncli.artifacts.provenance import Source
-    from bnncli.covariances import Covariance
     from bnncli.parameters.prior import Prior
     from bnncli.posteriors.gaussian import Gaussian
     from bnncli.posteriors.stack import Stack
     from bnncli.session.run import Run
+    from bnncli.structures import Covariance
     from bnncli.targets.last_layer import LastLayerTarget
 
 TRAIN, VAL, BOTH = FIT_ON = ("train", "val", "train+val")
@@ -179,8 +179,8 @@ class GaussianFolds(OutOfFold):
 
     def _covariance(self, target: LastLayerTarget, place: int, mean: Tensor) -> Covariance:
         """Return the covariance of a fold at its mode."""
-        from bnncli.covariances._row_space import rows_of
         from bnncli.inference.mode import covariance_at
+        from bnncli.structures.row_space import rows_of
 
         some, structure = (
             target.some(select_fitted_rows(self.rows, place, target.num_examples)),

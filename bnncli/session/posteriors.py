@@ -311,7 +311,7 @@ def row_space(target: LastLayerTarget) -> RowSpace:
 
 def span_metrics(gaussian: Gaussian) -> dict[str, int]:
     """Return rank and number of the features for a Gaussian fitted in their span; empty otherwise."""
-    from bnncli.covariances._row_space import rows_of
+    from bnncli.structures.row_space import rows_of
 
     within = rows_of(gaussian.covariance)
     if within is None:

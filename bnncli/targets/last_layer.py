@@ -18,6 +18,7 @@ from bnncli.likelihoods import Likelihood
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
+from bnncli.system import signals
 from bnncli.system.devices import has_bfloat16_products, has_coarse_products, tf32_products
 from bnncli.targets.blocks import BLOCK_ELEMENTS, FeatureBlocks, Work, slices
 from bnncli.targets.target import (
@@ -88,8 +89,13 @@ def draw_blocks(theta: Tensor, layout: HeadLayout) -> tuple[Tensor, ...]:
 
 Multiply: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
+
 _SCALED = 14  # power of two below which a split operand lies; float16 ends at 2^16
+
+
 _HALF_STEP = 2.0**11  # the remainder beyond float16's mantissa is smaller by this factor
+
+
 _DROPPED = 13  # of float32's 23 mantissa bits, for TF32
 
 
@@ -150,7 +156,11 @@ def _multiply_bfloat16(left: Tensor, right: Tensor) -> Tensor:
 # Limit for cached logits or probabilities (K, N); larger ones are recomputed. Not relative to free memory, so that
 # results do not depend on it.
 _KEPT_BYTES = 2**29
+
+
 _KEPT_SHARE = 8  # one part in this many of a GPU's total memory, since its own work needs the rest
+
+
 _EARLY_SHARE = 32  # the same, if cached besides computed factors
 
 
@@ -243,6 +253,7 @@ class HeldOutFeatures:
 
 
 _SPLIT_PARAMS = 2**17  # from here on, products rather than launches dominate on a GPU
+
 
 RowProbabilities: TypeAlias = "Callable[[slice, Tensor], Tensor]"
 
@@ -544,3 +555,30 @@ class MinibatchTarget:
         weight = (residuals.flatten(0, 1) @ self.features).view(layout.num_outputs, theta.shape[0], -1).transpose(0, 1)
         bias = residuals.sum(dim=2).T if layout.has_bias else None
         return label_term - normalizers.sum(dim=1), layout.join(weight, bias)
+
+
+_BLOCK_EXAMPLES = {"cpu": 2**13, "cuda": 2**16}
+
+
+def sum_over_examples(
+    target: LastLayerTarget, theta: Tensor, sums: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Sum `sums` over blocks of examples.
+
+    `sums` takes features (n, F), with a final column of ones if there is a bias, and probabilities (K, n) at theta
+    (P,).
+    """
+    layout, probabilities = target.layout, target.row_probabilities(theta)
+
+    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+        signals.raise_if_interrupted("the Hessian")
+        return sums(layout.augment_features(block), probabilities(rows, block))
+
+    size = _BLOCK_EXAMPLES.get(target.device.type, 2**13)
+    columns = max(layout.num_outputs, BLOCK_ELEMENTS.get(target.device.type, 2**19) // size)
+    return target.blocks.sum(work, columns=columns, dtype=target.dtype)
+
+
+def scaled(part: Tensor, target: LastLayerTarget) -> Tensor:
+    """Multiply the part by the scale of the target's likelihood."""
+    return part if target.likelihood_scale == 1.0 else torch.mul(part, target.likelihood_scale)

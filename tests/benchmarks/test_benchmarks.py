@@ -190,10 +190,10 @@ def test_given_moments_are_those_of_the_posterior(monkeypatch: pytest.MonkeyPatc
     import torch
     from given_moments import GivenMoments
 
-    from bnncli.covariances.kron import Kron
     from bnncli.parameters.layouts import HeadLayout
     from bnncli.parameters.prior import Prior
     from bnncli.posteriors.gaussian import Gaussian
+    from bnncli.structures.kron import Kron
 
     layout, generator = HeadLayout(3, 4), torch.Generator().manual_seed(0)
     features = torch.randn(6, 4, generator=generator, dtype=torch.float64)

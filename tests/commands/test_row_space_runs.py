@@ -19,7 +19,6 @@ from torch import Tensor
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.samples import read_samples
 from bnncli.cli.execute import run_command_line
-from bnncli.covariances._row_space import WithinRows
 from bnncli.inference import memory
 from bnncli.inference.laplace import complete_draws, fit_gaussian
 from bnncli.parameters.layouts import HeadLayout
@@ -29,6 +28,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import has_attribute, names
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import open_posterior
+from bnncli.structures.row_space import WithinRows
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 

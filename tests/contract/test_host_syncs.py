@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bnncli.covariances.diag import Diag
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.refine import fit_flow
 from bnncli.integrators import load_integrator
@@ -19,6 +18,7 @@ from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.diag import Diag
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.variants import choose_gradient
 

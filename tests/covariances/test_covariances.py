@@ -10,14 +10,13 @@ from problems.oracles import hessian_of_loss, in_theta_order
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances import block, cheapest_root
-from bnncli.covariances.full import Full
-from bnncli.covariances.kron import Kron
-from bnncli.curvature import ggn
 from bnncli.errors import NumericError
-from bnncli.logits._head import head_spread
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
+from bnncli.structures import block, cheapest_root, ggn
+from bnncli.structures.full import Full
+from bnncli.structures.kron import Kron
+from bnncli.structures.logit_gaussian import head_spread
 from bnncli.targets import blocks as stream
 from bnncli.targets import grams
 

@@ -10,11 +10,10 @@ from problems.seeds import seeded
 from problems.threads import in_threads
 from torch import Tensor
 
-from bnncli.covariances import root_for_many
-from bnncli.covariances._panels import panelled_root
-from bnncli.covariances._roots import inverse_root, root_of_sum
-from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
+from bnncli.structures import root_for_many
+from bnncli.structures.factorisation import inverse_root, panelled_root, root_of_sum
+from bnncli.structures.full import Full
 from bnncli.system import signals
 from bnncli.system.workers import Team
 

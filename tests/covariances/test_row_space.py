@@ -12,18 +12,18 @@ from problems.seeds import normal, seeded
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances import Covariance
-from bnncli.covariances._row_space import WithinRows
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import log_weights
 from bnncli.inference.laplace import RowLift, fit_gaussian, laplace_evidence, lift_fit, lift_gaussian
 from bnncli.inference.mode import covariance_at, find_mode
 from bnncli.inference.prior_search import search
-from bnncli.logits._head import head_spread
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import Covariance
+from bnncli.structures.logit_gaussian import head_spread
+from bnncli.structures.row_space import WithinRows
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 

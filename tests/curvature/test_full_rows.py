@@ -7,8 +7,8 @@ import torch
 from problems.heads import at_random, head_target
 from torch import Tensor
 
-from bnncli.curvature.full import Full
 from bnncli.parameters.layouts import HeadLayout
+from bnncli.structures.full import LastLayerFull
 
 LAYOUTS = [
     HeadLayout(4, 3),
@@ -30,7 +30,7 @@ def labels(features: Tensor, layout: HeadLayout, generator: torch.Generator) -> 
 def test_rows_are_those_of_the_whole(layout: HeadLayout, step: int) -> None:
     target = head_target(layout, 50, labels=labels, prior=1.0)
     theta = torch.linspace(-1, 1, layout.num_params, dtype=torch.float64)
-    whole, rows = Full.hessian(target, theta)["hessian.full"], Full.rows(target, theta)
+    whole, rows = LastLayerFull.hessian(target, theta)["hessian.full"], LastLayerFull.rows(target, theta)
     for start in range(0, layout.num_params, step):
         stop = min(start + step, layout.num_params)
         assert torch.equal(rows(start, stop), whole[start:stop])

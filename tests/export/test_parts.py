@@ -12,7 +12,6 @@ from problems.heads import ONE, THREE, TWO, at_random, gaussian_at_mode, head_ta
 from torch import Tensor
 
 from bnncli.commands.export import EXPORTED_SCORES
-from bnncli.covariances.diag import Diag
 from bnncli.errors import UsageError
 from bnncli.evaluation.feature_scores import FittedViews
 from bnncli.export import parts as exported_parts
@@ -25,6 +24,7 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.registry import names
+from bnncli.structures.diag import Diag
 from bnncli.targets.last_layer import LastLayerTarget
 
 pytestmark = pytest.mark.libraries

@@ -15,7 +15,6 @@ from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
 from bnncli.evaluation.convergence import convergence
 from bnncli.inference.dynamics import (
@@ -38,6 +37,7 @@ from bnncli.numerics import random as seeds
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.full import Full
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.variants import GRADIENTS, CoarseGradient, choose_gradient
 

@@ -9,13 +9,13 @@ import torch
 from problems.seeds import seeded
 from torch import Tensor, nn
 
-from bnncli.covariances.diag import Diag
 from bnncli.evaluation.convergence import held_out_convergence, label_convergence
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.nuts import sample_nuts
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
+from bnncli.structures.diag import Diag
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
 

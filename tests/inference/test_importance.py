@@ -10,8 +10,6 @@ import torch
 from problems.heads import by_sign, head_target
 from problems.seeds import seeded
 
-from bnncli.covariances.diag import Diag
-from bnncli.covariances.full import Full
 from bnncli.flows.radial import Radial
 from bnncli.inference import elbo as importance
 from bnncli.inference.elbo import diagnose_importance, diagnose_weights, elbo, k_threshold, measure_gain, network_draws
@@ -20,6 +18,8 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.diag import Diag
+from bnncli.structures.full import Full
 from bnncli.targets.last_layer import LastLayerTarget
 
 LAYOUT = HeadLayout(1, 3)

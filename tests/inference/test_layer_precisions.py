@@ -12,10 +12,10 @@ from problems.tiny_networks import losses_of, tiny_target
 from scipy.optimize import minimize
 from torch import Tensor
 
-from bnncli.curvature import ggn
 from bnncli.inference.laplace import fit_gaussian, num_effective
 from bnncli.inference.prior_variants import choose_layer_precisions, safe_update
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn
 from bnncli.targets.curvature_choice import CurvatureChoice
 
 LAYERS = {"0": slice(0, 25), "2": slice(25, 43)}

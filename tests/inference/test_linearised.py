@@ -12,8 +12,6 @@ from problems.seeds import antithetic, seeded
 from problems.tiny_networks import tiny_target
 from torch import Tensor
 
-from bnncli.covariances import num_varying
-from bnncli.curvature import ggn
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference import laplace as module
 from bnncli.inference.laplace import fit_gaussian, linear_draws, precision_operator, right_sides, solve
@@ -26,6 +24,7 @@ from bnncli.numerics.random import quasi_normal
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
+from bnncli.structures import ggn, num_varying
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
 

@@ -16,7 +16,6 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference import mode as climb_module
 from bnncli.inference import mode as mode_module
@@ -25,6 +24,7 @@ from bnncli.inference.mode import Mode, climb_to_mode, covariance_at, find_mode,
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn
 from bnncli.targets import last_layer
 from bnncli.targets import last_layer as products
 from bnncli.targets.last_layer import LastLayerTarget

@@ -12,7 +12,6 @@ from problems.seeds import seeded
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from bnncli.curvature import ggn
 from bnncli.errors import DeviceError
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory, network_memory
@@ -23,6 +22,7 @@ from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.parameters.tensor_bytes import peak_bytes
+from bnncli.structures import ggn
 from bnncli.system import devices
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from bnncli import registry
 from bnncli.artifacts.resume import DrawFile
-from bnncli.covariances._roots import inverse_root
-from bnncli.curvature import ggn
 from bnncli.evaluation.convergence import convergence, held_out_convergence
 from bnncli.inference.dynamics import DYNAMICS, DrawStore, WhitenedPotential
 from bnncli.inference.hmc import HmcRun, Workers, sample_hmc
@@ -33,6 +31,8 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors import standard_normal
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import ggn
+from bnncli.structures.factorisation import inverse_root
 from bnncli.system import memory as panels
 from bnncli.system.workers import Team
 from bnncli.targets import blocks as stream
@@ -323,7 +323,7 @@ def test_modes_and_chains_in_single_precision_stay_on_the_device(
     for name, value in {"_MANY": 1, "_FAR": 0.1}.items():
         monkeypatch.setattr(f"bnncli.inference.mode.{name}", value)
     for name, value in {"_LARGE": 1, "_PRODUCT_WIDTH": 5}.items():
-        monkeypatch.setattr(f"bnncli.covariances.full.{name}", value)
+        monkeypatch.setattr(f"bnncli.structures.full.{name}", value)
     features, labels = torch.randn(80, 6, generator=seeded()), torch.arange(80) % 3
     with pretend_cuda.pretend() as gpu:
         target = LastLayerTarget(features.to(GPU), labels.to(GPU), LAYOUT, Prior(2.0))

@@ -15,8 +15,6 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.covariances.diag import Diag
-from bnncli.covariances.full import Full
 from bnncli.errors import NumericError
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import elbo, measure_gain
@@ -26,6 +24,8 @@ from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.diag import Diag
+from bnncli.structures.full import Full
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 

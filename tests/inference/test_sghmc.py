@@ -11,7 +11,6 @@ from problems.heads import LAYOUTS, at_random, by_noisy_sign, draw_examples, gau
 from problems.seeds import seeded
 from torch import Tensor
 
-from bnncli.covariances.full import Full
 from bnncli.errors import NumericError
 from bnncli.evaluation.convergence import RankLaw
 from bnncli.inference import simulation as sghmc_refit
@@ -31,6 +30,7 @@ from bnncli.inference.simulation import GaussianRefit, Problem, SghmcRefit, rank
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior, initial_theta
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.full import Full
 from bnncli.targets.last_layer import LastLayerTarget
 
 N = 12

@@ -12,9 +12,6 @@ from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances import _subspace
-from bnncli.covariances._subspace import Subspace
-from bnncli.covariances.diag import Diag
 from bnncli.flows import build_layers
 from bnncli.inference.elbo import measure_gain
 from bnncli.inference.laplace import RowLift, lift_gaussian
@@ -23,6 +20,9 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import subspace as _subspace
+from bnncli.structures.diag import Diag
+from bnncli.structures.subspace import Subspace
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 

@@ -12,13 +12,13 @@ from problems.heads import by_noisy_sign, draw_theta, head_target
 from problems.seeds import seeded
 from torch import Tensor
 
-from bnncli.covariances.swag import Swag
 from bnncli.errors import NumericError
 from bnncli.inference.swag import LEAST_SHARE, SwagPlan, fit_swag, halve_learning_rate, noise_trace
-from bnncli.logits._head import head_spread
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.logit_gaussian import head_spread
+from bnncli.structures.swag import Swag
 
 LAYOUT = HeadLayout(3, 4)
 PLAN = SwagPlan(warmup=2, epochs=6, rank=4, batch_size=7, learning_rate=0.05)

@@ -14,7 +14,6 @@ from problems.seeds import normal, seeded
 from torch import Tensor, nn
 
 from bnncli.commands.fit_vi import FitViOptions
-from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import diagnose_importance, elbo
 from bnncli.inference.sghmc import largest_curvature
@@ -23,6 +22,7 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.diag import Diag
 from bnncli.targets.last_layer import LastLayerTarget
 
 ALL = 10**6

@@ -10,11 +10,11 @@ import torch
 from problems.heads import at_random, head_target
 from problems.threads import in_threads
 
-from bnncli.covariances.full import Full
 from bnncli.inference import memory
 from bnncli.inference import mode as mode_module
 from bnncli.inference.mode import LocalCovariance, covariance_at, find_mode
 from bnncli.parameters.layouts import HeadLayout
+from bnncli.structures.full import Full
 from bnncli.system import memory as panels
 from bnncli.system.workers import Team
 from bnncli.targets import last_layer
@@ -65,7 +65,7 @@ def _each_thread_is_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "_LARGE", 10)
     for place in (
         "bnncli.inference.mode",
-        "bnncli.covariances._roots",
+        "bnncli.structures.factorisation",
         "bnncli.targets.blocks",
         "bnncli.inference.memory",
     ):

@@ -16,20 +16,20 @@ from scipy import stats
 from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError, UsageError
 from bnncli.evaluation.detectors import DETECTORS
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import Prediction, entropy, load_integrator
 from bnncli.integrators._moments import energy_and_max_logit
 from bnncli.likelihoods import MULTILABEL
-from bnncli.logits import root_of_covariances
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
+from bnncli.structures.diag import Diag
+from bnncli.structures.logits import root_of_covariances
 from bnncli.targets.last_layer import LastLayerTarget
 
 NUM_LABELS = 3

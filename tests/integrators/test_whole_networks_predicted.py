@@ -9,15 +9,15 @@ import torch
 from problems.seeds import seeded
 from torch import Tensor, nn
 
-from bnncli.covariances.full import Full
-from bnncli.curvature import ggn
 from bnncli.integrators import load_integrator
 from bnncli.integrators._moments import energy_and_max_logit, mean_theta, representative_draws
-from bnncli.logits import LogitRoot
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
+from bnncli.structures import ggn
+from bnncli.structures.full import Full
+from bnncli.structures.logits import LogitRoot
 from bnncli.targets.network import NetworkTarget
 
 STEP = 1e-5

@@ -13,21 +13,18 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.covariances._row_space import WithinRows
-from bnncli.covariances.full import Full
-from bnncli.curvature import ggn
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.network_memory import logit_cache_bytes
-from bnncli.logits import LogitCovariance, LogitGaussian, _by_layer
-from bnncli.logits._asked import logit_gaussian
-from bnncli.logits._head import head_spread
-from bnncli.logits._kept import keeping
-from bnncli.logits._network import covariances_together
-from bnncli.logits._pulled import Pulled, pulled
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import ggn, network_logits
+from bnncli.structures.full import Full
+from bnncli.structures.logit_gaussian import covariances_together, head_spread, logit_gaussian
+from bnncli.structures.logits import LogitCovariance, LogitGaussian, Pulled, pull_back_logits
+from bnncli.structures.network_logits import keeping
+from bnncli.structures.row_space import WithinRows
 from bnncli.targets import blocks as stream
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
@@ -69,7 +66,7 @@ def test_the_short_way_of_a_structure_is_that_of_any(
     covariance = make_covariance(structure, layout)
     short = head_spread(covariance, layout)
     assert not isinstance(short, Pulled)
-    any_way = pulled(covariance, layout.jacobian)
+    any_way = pull_back_logits(covariance, layout.jacobian)
     torch.testing.assert_close(answers(short, inputs()), answers(any_way, inputs()), rtol=1e-9, atol=1e-12)
 
 
@@ -95,7 +92,7 @@ def test_a_networks_logits_are_asked_in_the_same_place() -> None:
         return torch.autograd.functional.jacobian(lambda one: logits_at(one, x), theta)
 
     root = torch.tril(torch.randn(35, 35, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
-    asked = LogitGaussian(lambda x: logits_at(theta, x), pulled(Full(root), jacobian))
+    asked = LogitGaussian(lambda x: logits_at(theta, x), pull_back_logits(Full(root), jacobian))
     mean, covariance = asked.moments(inputs())
     rows = jacobian(inputs())
     torch.testing.assert_close(mean, logits_at(theta, inputs()))
@@ -186,7 +183,7 @@ def check(gaussian: Gaussian) -> None:
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("structure", registry.names("network_curvature"))
 def test_moments_are_those_of_finite_differences(structure: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_by_layer._ELEMENTS, "cpu", 2000)  # several blocks of examples
+    monkeypatch.setitem(network_logits._BLOCK_ELEMENTS, "cpu", 2000)  # several blocks of examples
     check(make_gaussian(structure, module))
 
 

@@ -8,9 +8,9 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.curvature import ggn
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn
 from bnncli.targets.network import NetworkTarget
 
 curvlinops = pytest.importorskip("curvlinops")

@@ -14,18 +14,14 @@ from problems.seeds import normal, seeded
 from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.covariances import Covariance
-from bnncli.covariances._eigenbasis import InEigenbasis
-from bnncli.covariances._subspace import Subspace
-from bnncli.curvature import ggn
-from bnncli.curvature.kron import Kron as HeadKron
-from bnncli.network_curvature import _columns, diag
-from bnncli.network_curvature._matrices import Matrix, matrices_of
-from bnncli.network_curvature._scales import scales_of
-from bnncli.network_curvature._uses import tried
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork, module_places
 from bnncli.parameters.prior import Prior
+from bnncli.structures import Covariance, diag, ggn, network_sums
+from bnncli.structures.kron import InEigenbasis
+from bnncli.structures.kron import LastLayerKron as HeadKron
+from bnncli.structures.network_sums import Matrix, find_checked, matrices_of, scales_of
+from bnncli.structures.subspace import Subspace
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
@@ -96,7 +92,7 @@ def at(target: NetworkTarget) -> Tensor:
 
 
 def matrices_in(target: NetworkTarget) -> list[Matrix]:
-    found = tried(target.layout, at(target), target.inputs, matrices_of(target.layout))
+    found = find_checked(target.layout, at(target), target.inputs, matrices_of(target.layout))
     return [one for one in found if isinstance(one, Matrix)]
 
 
@@ -294,7 +290,7 @@ def test_norms_are_found_and_their_gradients_are_theirs() -> None:
     layout = ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=K, input_shape=(1, 4, 3))
     inputs = torch.randn(6, 1, 4, 3, generator=seeded(1), dtype=torch.float64)
     target = NetworkTarget(inputs, torch.arange(6) % K, layout, Prior(1.0))
-    found = tried(layout, at(target), inputs, scales_of(layout))
+    found = find_checked(layout, at(target), inputs, scales_of(layout))
     assert [piece.module for piece in found] == ["1", "2", "3", "4", "7", "8"]
     full = hessian_of(target, "full")["hessian.full"].diagonal()
     rest = torch.cat([full[part.place] for piece in found for part in piece.parts])
@@ -304,7 +300,7 @@ def test_norms_are_found_and_their_gradients_are_theirs() -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_the_diagonal_is_the_full_matrixs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(name)
-    monkeypatch.setitem(diag._ELEMENTS, "cpu", 100)
+    monkeypatch.setitem(diag._GRADIENT_ELEMENTS, "cpu", 100)
     monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 8_000})
     expected = hessian_of(target, "full")["hessian.full"].diagonal()
     torch.testing.assert_close(hessian_of(make_target(name), "diag")["hessian.diag"], expected)
@@ -400,10 +396,10 @@ def test_curvatures_are_of_other_random_columns_than_their_basis() -> None:
 def test_random_columns_are_unbiased_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("conv")
     exact = dense(target, hessian_of(target, "kron"), "kron")
-    monkeypatch.setattr(_columns, "MOST_EXACT", 0)
+    monkeypatch.setattr(network_sums, "MOST_EXACT", 0)
     first, again = hessian_of(target, "ekfac"), hessian_of(target, "ekfac")
     assert all(torch.equal(first[name], again[name]) for name in first)
-    monkeypatch.setattr(_columns, "MOST_DRAWN", 60)
+    monkeypatch.setattr(network_sums, "MOST_DRAWN", 60)
     drawn = dense(target, hessian_of(target, "kron"), "kron")
     assert 1e-4 < float((drawn - exact).norm() / exact.norm()) < 0.1  # 60 signs of 12 examples
 
@@ -414,7 +410,7 @@ def test_outer_products_of_random_columns_average_to_the_hessian(name: str | Non
     logits = torch.tensor([3.0, 0.0, -1.0, 0.5], dtype=torch.float64).repeat(20_000, 1)
     labels = torch.zeros((len(logits), 4) if name else len(logits), dtype=torch.long)
     target = NetworkTarget(logits[:, :1], labels, layout, Prior(1.0))
-    every, drawn = (list(_columns.Columns(target, num_drawn=s, seed=0).of(logits, slice(None))) for s in (0, 2))
+    every, drawn = (list(network_sums.Columns(target, num_drawn=s, seed=0).of(logits, slice(None))) for s in (0, 2))
     assert [is_last for _, is_last in drawn] == [False, True]
     expected, found = (sum(one.T @ one for one, _ in columns) / len(logits) for columns in (every, drawn))
     # A product of two entries has a standard deviation below a half; there are two an example.
@@ -449,7 +445,7 @@ def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     target = make_target("conv")
     whole = {structure: hessian_of(target, structure) for structure in LAYERED}
     monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 8_000})
-    monkeypatch.setattr("bnncli.network_curvature._matrices._PATCHES", 100)
+    monkeypatch.setattr("bnncli.structures.network_sums._PATCHES", 100)
     target = make_target("conv")
     assert target.rows_at_once(1, torch.float64) < 6
     for structure, parts in whole.items():
@@ -459,7 +455,7 @@ def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 @every_layered
 def test_on_a_gpu_it_is_made_and_kept_there(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_columns, "MOST_EXACT", 0)
+    monkeypatch.setattr(network_sums, "MOST_EXACT", 0)
     chosen = (
         ("sequence", "all") if structure == "block" else ("conv", "0+2+3+7")
     )  # vmap's own batch norm is not seen there

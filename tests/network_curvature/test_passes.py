@@ -12,10 +12,9 @@ import torch
 from problems.seeds import seeded
 from torch import Tensor, nn
 
-from bnncli.curvature import ggn
-from bnncli.network_curvature import _columns
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn, network_sums
 from bnncli.targets.network import NetworkTarget
 
 N = 60
@@ -135,7 +134,7 @@ def test_random_columns_err_by_what_their_variance_says() -> None:
     expected = pairs.sum() - pairs.diagonal(dim1=1, dim2=2).sum()
     errors = []
     for seed in range(100):
-        columns = _columns.Columns(target, num_drawn=1, seed=seed).of(logits, slice(None))
+        columns = network_sums.Columns(target, num_drawn=1, seed=seed).of(logits, slice(None))
         errors.append(sum(one.T @ one for one, _ in columns) - exact)
     squares = torch.stack([error.square().sum() for error in errors])
     assert float(squares.mean()) == pytest.approx(float(expected), abs=4 * float(squares.std()) / 10)
@@ -146,6 +145,6 @@ def test_random_columns_err_by_what_their_variance_says() -> None:
 def test_few_examples_have_more_random_columns() -> None:
     target = make("mlp", 10)
     told = target.curvature("kron").metrics(ggn(target, target.layout.trained(), "kron"))  # type: ignore[attr-defined]
-    assert told["columns_drawn"] == _columns.MOST_DRAWN > 1
+    assert told["columns_drawn"] == network_sums.MOST_DRAWN > 1
     many = replace(target, inputs=target.inputs.repeat(100, 1), labels=target.labels.repeat(100))
-    assert _columns.num_drawn(many) == 1
+    assert network_sums.num_drawn(many) == 1

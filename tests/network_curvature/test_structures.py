@@ -14,20 +14,18 @@ from problems.tiny_networks import losses_of, tiny_target
 from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.covariances.low_rank import LowRank
-from bnncli.covariances.subnetwork import Subnetwork
-from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.prior_search import search
 from bnncli.inference.prior_variants import choose_layer_precisions
-from bnncli.network_curvature import _rows
-from bnncli.network_curvature.low_rank import LowRank as LowRankCurvature
-from bnncli.network_curvature.low_rank import _trace_outside, largest_eigenpairs
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import ggn, network_sums
+from bnncli.structures.low_rank import LowRank, _trace_outside, largest_eigenpairs
+from bnncli.structures.low_rank import NetworkLowRank as LowRankCurvature
+from bnncli.structures.subnetwork import Subnetwork
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
 
@@ -67,7 +65,7 @@ def test_the_scale_of_the_likelihood_multiplies_every_kind(structure: str, kind:
 def test_the_fisher_matrix_sums_the_gradients_products(
     outputs: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(_rows._ELEMENTS, "cpu", at_once)
+    monkeypatch.setitem(network_sums._ROW_ELEMENTS, "cpu", at_once)
     target = tiny_target(outputs, choice=CurvatureChoice("fisher"))
     theta = target.layout.trained()
     rows = torch.autograd.functional.jacobian(lambda one: losses_of(target, one), theta)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from bnncli.errors import DataError
 from bnncli.inference.network_memory import probing_bytes
-from bnncli.network_curvature.full import hessian_between
 from bnncli.parameters.layouts import ClassifierLayout, HeadLayout, NetworkLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork, padded_output_bytes
 from bnncli.parameters.prior import Prior
 from bnncli.parameters.tensor_bytes import measure_growth, peak_bytes
 from bnncli.session.network_splits import check_derivatives
+from bnncli.structures.full import hessian_between
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
 
 from bnncli import registry
-from bnncli.covariances.kron import Kron
-from bnncli.curvature import ggn
 from bnncli.errors import DataError
 from bnncli.flows import build_layers
 from bnncli.inference import mode as mode_module
@@ -29,11 +27,13 @@ from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian, fixed_log_prior
 from bnncli.inference.mode import find_mode
 from bnncli.inference.prior_search import search
-from bnncli.logits._head import head_spread
 from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures import ggn
+from bnncli.structures.kron import Kron
+from bnncli.structures.logit_gaussian import head_spread
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.variants import CoarseGradient
 

@@ -9,7 +9,6 @@ import torch
 from problems.seeds import seeded
 from torch import Tensor, nn
 
-from bnncli.covariances.full import Full
 from bnncli.integrators import load_integrator
 from bnncli.integrators._moments import energy_and_max_logit
 from bnncli.integrators.mc import Mc
@@ -21,6 +20,7 @@ from bnncli.posteriors.ensemble import Ensemble
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.mixture import MemberLayout, Mixture
 from bnncli.posteriors.stack import Stack
+from bnncli.structures.full import Full
 
 HEAD = HeadLayout(3, 5)
 

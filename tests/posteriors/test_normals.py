@@ -10,7 +10,6 @@ import torch
 from problems.seeds import seeded
 
 from bnncli import posteriors
-from bnncli.covariances.diag import Diag
 from bnncli.inference.elbo import elbo, log_weights
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.model import LatentModel, SpikeAndSlab
@@ -19,6 +18,7 @@ from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors import noise_blocks, sample_from_noise, standard_normal
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.diag import Diag
 from bnncli.targets.last_layer import LastLayerTarget
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bnncli.integrators import Prediction, load_integrator
-from bnncli.logits import LogitRoot, root_of_covariances
 from bnncli.parameters.layouts import HeadLayout
+from bnncli.structures.logits import LogitRoot, root_of_covariances
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from problems.oracles import in_theta_order, negative_log_likelihood
 from problems.seeds import seeded
 from torch import Tensor
 
-from bnncli.covariances.full import Full
-from bnncli.curvature import full, ggn
 from bnncli.errors import DataError
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.logits._head import head_spread
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
+from bnncli.structures import full, ggn
+from bnncli.structures.full import Full
+from bnncli.structures.logit_gaussian import head_spread
 from bnncli.system.devices import configure_torch
 from bnncli.system.workers import Team, shares
 from bnncli.targets import blocks as stream

@@ -12,15 +12,14 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.curvature import ggn
 from bnncli.errors import Interrupted, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators.mc import Mc
-from bnncli.network_curvature._columns import Columns
-from bnncli.network_curvature._rest import diagonal_of
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork, activation_bytes, choose_parameters
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn
+from bnncli.structures.network_sums import Columns, diagonal_of
 from bnncli.system import signals
 from bnncli.system import signals as between_blocks
 from bnncli.targets.curvature_choice import FISHER, GGN, HESSIAN, CurvatureChoice

@@ -15,10 +15,10 @@ from torch import Tensor
 from bnncli.artifacts import features as feature_files
 from bnncli.artifacts import hdf5
 from bnncli.artifacts.features import FeatureFile, read_features, write_features
-from bnncli.curvature import ggn
 from bnncli.errors import DataError, DeviceError
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
+from bnncli.structures import ggn
 from bnncli.system import devices
 from bnncli.targets import blocks as pinned_rows
 from bnncli.targets import blocks as stream

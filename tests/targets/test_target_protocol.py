@@ -11,13 +11,13 @@ from problems.own_targets import NOISE_SD, Banana, Pair
 from problems.seeds import seeded
 from torch import Tensor
 
-from bnncli.covariances.diag import Diag
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
 from bnncli.inference.elbo import diagnose_importance, elbo, measure_gain
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.refine import fit_flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.diag import Diag
 from bnncli.targets.target import Target
 
 

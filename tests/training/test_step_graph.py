@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bnncli.covariances.diag import Diag
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.structures.diag import Diag
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.training.loop import StepGraph, num_updates
 from bnncli.training.optimizers import Adam

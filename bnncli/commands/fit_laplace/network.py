@@ -20,7 +20,6 @@ from bnncli.inference.laplace import LaplaceFit, fit_gaussian, linear_draws, num
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.inference.prior_search import PriorSearch, search
 from bnncli.inference.prior_variants import choose_layer_precisions
-from bnncli.logits._kept import keeping
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
@@ -30,6 +29,7 @@ from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_s
 from bnncli.session.posteriors import Cost, FitOutput, posterior_request
 from bnncli.session.produce import Request
 from bnncli.session.run import Run
+from bnncli.structures.network_logits import keeping
 from bnncli.targets.curvature_choice import HESSIAN, kinds_of, structures_of
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import counting_passes

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bnncli.covariances import Covariance
 from bnncli.lazy import torch
 from bnncli.numerics.random import source_of
 from bnncli.parameters.layouts import MatrixLayout, vector_layout
 from bnncli.shapes import check_shapes
+from bnncli.structures import Covariance
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from bnncli.covariances import Covariance
 from bnncli.lazy import torch
-from bnncli.logits._kept import DERIVATIVES, KeptBlock, Rows, kept_at
-from bnncli.logits._pulled import Pulled
-from bnncli.network_curvature._matrices import matrices_of
-from bnncli.network_curvature._scales import scales_of
-from bnncli.network_curvature._uses import Piece, forward, gradients, place_of, tried
+from bnncli.numerics.random import row_keys
 from bnncli.parameters.layouts import ParamPart
 from bnncli.parameters.module import ModuleLayout
+from bnncli.structures import Covariance
+from bnncli.structures.logits import Pulled
+from bnncli.structures.network_sums import Piece, find_checked, forward, gradients, matrices_of, place_of, scales_of
 from bnncli.system.signals import between_blocks
 from bnncli.targets.blocks import slices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: recorded values, gradients and Jacobians
+    from bnncli.parameters.module import ModuleNetwork
+
+
+_BLOCK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: recorded values, gradients and Jacobians
 
 
 class BlockRoot(Protocol):
@@ -147,7 +149,7 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, layout: ModuleLayout, theta: Tensor, inputs: Tensor) -> _Parts:
         """Check the pieces at theta (P,), on the first of inputs (n, ...)."""
-        known = tried(layout, theta, inputs, [*matrices_of(layout), *scales_of(layout)])
+        known = find_checked(layout, theta, inputs, [*matrices_of(layout), *scales_of(layout)])
         taken = {part.name for piece in known for part in piece.parts}
         others = [part for part in layout.parts if part.name not in taken]
         places = [place_of(piece) for piece in known] + [part.place for part in others]
@@ -164,7 +166,7 @@ def block_size(layout: ModuleLayout, largest: int, device: torch.device, num_oth
     """
     rows = 2 * num_others + layout.widest if num_others else 0
     each = layout.num_outputs * (layout.own_outputs + largest + rows) + 2 * layout.widest
-    return max(1, _ELEMENTS.get(device.type, 2**24) // each), each
+    return max(1, _BLOCK_ELEMENTS.get(device.type, 2**24) // each), each
 
 
 class MatrixDerivatives(NamedTuple):
@@ -343,3 +345,146 @@ class _Derivatives:
         first = within[0].place.start
         rows = torch.cat([layer.rows() for layer in within], dim=2)
         return Rows(rows[:, :, place.start - first : place.stop - first])
+
+
+@dataclass(frozen=True)
+class PulledBlock:
+    """A block known only through L.
+
+    Args:
+        covariance: L L^T.
+    """
+
+    # the Jacobian and four float64 copies: the input of L, an intermediate and the output
+    num_copies: ClassVar[int] = 9
+    covariance: Covariance
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Return Jacobians (n, K, p) times L."""
+        return self.covariance.pull_back(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+
+    def turn(self, layer: MatrixDerivatives) -> Turned:
+        """Return the Jacobian as rows, without bases."""
+        return Turned(layer.rows().unsqueeze(2), None)
+
+    def of_turned(self, turned: Turned) -> Tensor:
+        """Return the rows times L."""
+        return self.of_rows(turned.slopes[:, :, 0])
+
+    def turns_as(self, other: BlockRoot) -> bool:
+        """Return whether the other block takes rows as well."""
+        return isinstance(other, PulledBlock)
+
+
+LOGITS, DERIVATIVES = "logits", "derivatives"
+Made = TypeVar("Made", bound=tuple[Any, ...])
+
+
+class Rows(NamedTuple):
+    """One tensor, (n, ...)."""
+
+    rows: Tensor
+
+
+class Kept:
+    """Cache at one theta, keyed by a hash of each input's values, independent of how inputs are split into blocks.
+
+    Args:
+        most: largest number of inputs.
+
+    Attributes:
+        beside: other values cached for this theta.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._theta: Tensor | None = None
+        self._forget()
+
+    def at(self, theta: Tensor) -> Kept:
+        """Return the cache, emptied unless it belongs to this theta (P,)."""
+        if self._theta is None or theta.dtype != self._theta.dtype or not torch.equal(theta, self._theta):
+            self._theta = theta
+            self._forget()
+        return self
+
+    def block(self, inputs: Tensor) -> KeptBlock | None:
+        """Return the cache entries of inputs (n, ...), known or to be filled; None if they do not fit."""
+        keys = row_keys(inputs).tolist()
+        new = [key for key in dict.fromkeys(keys) if key not in self.places]
+        there = self.places | {key: len(self.places) + index for index, key in enumerate(new)}
+        if len(there) > self.most:
+            return None
+        index = torch.tensor([there[key] for key in keys], device=inputs.device)
+        return KeptBlock(self, index, there, is_known=not new)
+
+    def _forget(self) -> None:
+        self.beside: Any = None
+        self.places: dict[int, int] = {}
+        self.made: dict[Any, tuple[Any, ...]] = {}
+
+
+class KeptBlock:
+    """Cache entries of one block of inputs.
+
+    Args:
+        index: (n,), places of the inputs in the cache.
+        places: of all inputs, including these.
+        is_known: whether all of them are already cached.
+    """
+
+    def __init__(self, kept: Kept, index: Tensor, places: dict[int, int], *, is_known: bool) -> None:
+        self.is_known = is_known
+        self._kept, self._index, self._places = kept, index, places
+
+    def get(self, name: Any) -> Any:
+        """Return the value stored under a name, for these inputs."""
+        every = self._kept.made[name]
+        return type(every)(*(one[self._index] if isinstance(one, torch.Tensor) else one for one in every))
+
+    def put(self, name: Any, made: Made) -> Made:
+        """Store a named tuple of tensors (n, ...) and of values shared by all inputs; returns it."""
+        if name not in self._kept.made:
+            room = [
+                one.new_empty(self._kept.most, *one.shape[1:]) if isinstance(one, torch.Tensor) else one for one in made
+            ]
+            self._kept.made[name] = type(made)(*room)
+        for every, one in zip(self._kept.made[name], made, strict=True):
+            if isinstance(one, torch.Tensor):
+                every[self._index] = one.detach()
+        return made
+
+    def finish(self) -> None:
+        """Mark these inputs as completely cached."""
+        self._kept.places = self._places
+
+
+@contextmanager
+def keeping(network: ModuleNetwork, most: int) -> Iterator[None]:
+    """Cache the ingredients of linearised logits inside the context, for up to `most` inputs."""
+    if most:
+        network.kept.update({name: Kept(most) for name in (LOGITS, DERIVATIVES)})
+    try:
+        yield
+    finally:
+        network.kept.clear()
+
+
+def kept_at(layout: ModuleLayout, theta: Tensor, name: str) -> Kept | None:
+    """Return the cache at theta (P,); None without a cache."""
+    found: Kept | None = None if layout.network is None else layout.network.kept.get(name)
+    return None if found is None else found.at(theta)
+
+
+def logits_at(layout: ModuleLayout, inputs: Tensor, theta: Tensor) -> Tensor:
+    """Return logits (n, K) of inputs (n, ...) under theta (P,), from the cache if possible."""
+    kept = kept_at(layout, theta, LOGITS)
+    block = None if kept is None else kept.block(inputs)
+    if block is not None and block.is_known and len(inputs):
+        rows: Tensor = block.get(LOGITS).rows
+        return rows
+    logits = layout.logits(inputs, theta.unsqueeze(0))[0]
+    if block is not None:
+        block.put(LOGITS, Rows(logits))
+        block.finish()
+    return logits

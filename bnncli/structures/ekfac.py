@@ -12,21 +12,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.network_curvature._columns import Columns, num_drawn
-from bnncli.network_curvature._uses import called, forward, gradients
-from bnncli.network_curvature.kron import Basis, Kron, LayerFactors, in_parts, told_of
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.structures import Covariance
+from bnncli.structures.kron import Basis, EigenLayers, LayerFactors, NetworkKron, build_parts, describe_factors
+from bnncli.structures.kron import blocks_of as blocks_of
+from bnncli.structures.kron import network_root as network_root
+from bnncli.structures.logits import LogitCovariance, pull_back_logits
+from bnncli.structures.network_sums import Columns, find_by_name, forward, gradients, num_drawn
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.network_curvature._matrices import MatrixUse
     from bnncli.parameters.module import ModuleLayout
+    from bnncli.structures.network_sums import MatrixUse
     from bnncli.targets.network import NetworkTarget
+
+
+class Ekfac(EigenLayers):
+    """One block per layer; parameters that form no matrix have a diagonal."""
+
+    structure: ClassVar[str] = "ekfac"
+
 
 _ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of a block's per-example sums, or of inputs at all positions
 
 
-class Ekfac:
+class NetworkEkfac:
     """`hessian.ekfac.<weight>.values` (K, F), `.outputs` (K, K), `.features` (F, F), and `hessian.ekfac.rest`."""
 
     order: ClassVar[int] = 30
@@ -41,24 +52,24 @@ class Ekfac:
         """Return the eigenvectors of each layer's factors, the curvature along them, and the diagonal of the rest."""
         factors = LayerFactors.of(target, theta)
         bases = factors.bases()
-        return in_parts("ekfac", factors, bases, _values(target, theta, factors, bases))
+        return build_parts("ekfac", factors, bases, _values(target, theta, factors, bases))
 
     @staticmethod
     def metrics(hessian: dict[str, Tensor]) -> dict[str, Any]:
         """Return how the basis was computed."""
-        return told_of("ekfac", hessian)
+        return describe_factors("ekfac", hessian)
 
     @staticmethod
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
         """Compute the factors of one block, and curvatures in bases of the same size."""
-        factors = LayerFactors.of(target, theta, are=called)
+        factors = LayerFactors.of(target, theta, are=find_by_name)
         bases = {name: _unturned(factors.outputs[name], of_inputs) for name, of_inputs in factors.features.items()}
         return _values(target, theta, factors, bases)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Return the number of elements of the factors."""
-        return Kron.num_elements(layout)
+        return NetworkKron.num_elements(layout)
 
 
 def _unturned(outputs: Tensor, features: Tensor) -> Basis:
@@ -116,3 +127,8 @@ def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, featur
 def sum_of(tensors: list[Tensor]) -> Tensor:
     """Return the sum; a single tensor is returned as it is."""
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum(dim=0)
+
+
+def of_head(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:
+    """Pull back through the features."""
+    return pull_back_logits(covariance, layout.jacobian)
