@@ -34,7 +34,12 @@ _FOLDERS = {
     "data": "data/kinds",
     "models": "models/kinds",
     "networks": "models/architectures",
+    "covariances": "structures",
+    "curvature": "structures",
+    "network_curvature": "structures",
 }  # default: the family's own name
+# The families in structures/: a file has a class for each of them that its structure supports, by these prefixes.
+_CLASS_PREFIXES = {"covariances": "", "curvature": "LastLayer", "network_curvature": "Network"}
 # Required attributes of a part's module or, with a leading dot, of its class.
 _NEEDS = {
     "curvature": (".fixed", ".is_exact", ".hessian", ".num_elements", ".operations", ".most_elements"),
@@ -47,7 +52,6 @@ _NEEDS = {
         ".to_tensors",
         ".from_tensors",
     ),
-    "logits": ("of_head",),
     "flows": (".recipe", ".settings", ".spaces", ".maps", ".forward", ".inverse", ".to_tensors", ".from_tensors"),
     "integrators": (".needs", ".is_sampling", ".prepare", ".predict"),
     "networks": ("build",),
@@ -115,7 +119,7 @@ def has_attribute(family: str, name: str, attribute: str) -> bool:
     check_name(family, name, option=family)
     tree = ast.parse(source_of(family, name).read_text(encoding="utf-8"))
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == _class_name(name):
+        if isinstance(node, ast.ClassDef) and node.name == _class_name(family, name):
             if attribute in _names_given(node):
                 return True
             is_told = all(isinstance(one, (ast.FunctionDef, ast.Assign, ast.AnnAssign, ast.Expr)) for one in node.body)
@@ -136,7 +140,10 @@ def _names_given(node: ast.ClassDef) -> set[str]:
 def _attributes(family: str, name: str) -> dict[str, ast.expr]:
     """Map the annotated class attributes in a part's file to their expressions. Cached, because parsing is slow."""
     tree = ast.parse(source_of(family, name).read_text(encoding="utf-8"))
-    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    if family in _CLASS_PREFIXES:
+        classes = [node for node in classes if node.name == _class_name(family, name)]
+    bodies = [node.body for node in classes]
     nodes = [node for body in bodies for node in body if isinstance(node, ast.AnnAssign)]
     return {node.target.id: node.value for node in nodes if isinstance(node.target, ast.Name) and node.value}
 
@@ -160,9 +167,9 @@ def load_module(family: str, name: str) -> ModuleType:
         except Exception as error:  # third-party code may raise anything
             raise broken(family, name, f"importing it failed with {type(error).__name__}: {error}") from error
     for need in _NEEDS.get(family, ()):
-        holder = getattr(module, _class_name(name), None) if need.startswith(".") else module
+        holder = getattr(module, _class_name(family, name), None) if need.startswith(".") else module
         if not hasattr(holder, need.lstrip(".")):
-            whose = f"class {_class_name(name)}" if need.startswith(".") else "module"
+            whose = f"class {_class_name(family, name)}" if need.startswith(".") else "module"
             raise broken(family, name, f"its {whose} has no {need.lstrip('.')}")
     return module
 
@@ -184,8 +191,8 @@ def with_installed(family: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_class(family: str, name: str) -> Any:
-    """Return the class of a part: `planar` is class Planar, `plug-in` is class PlugIn."""
-    return getattr(load_module(family, name), _class_name(name))
+    """Return the class of a part: `planar` is class Planar, `plug-in` class PlugIn, and `kron` of a network NetworkKron."""
+    return getattr(load_module(family, name), _class_name(family, name))
 
 
 def source_of(family: str, name: str) -> Path:
@@ -193,8 +200,15 @@ def source_of(family: str, name: str) -> Path:
     if name in _own(family):
         stem = _PACKAGE / _folder(family) / _file_stem(name)
         return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
-    # Below the top level, finding a spec would import the parent packages: search their folders instead.
-    first, *rest = _installed(family)[name].module.split(".")
+    path = _find_module_file(_installed(family)[name].module)
+    if path is None:
+        raise broken(family, name, f"the module {_installed(family)[name].module} has no file")
+    return path
+
+
+def _find_module_file(module: str) -> Path | None:
+    """Return the file of a module without importing its packages, which finding its spec would do."""
+    first, *rest = module.split(".")
     with contextlib.suppress(ImportError, ValueError):
         spec, path = importlib.util.find_spec(first), first
         for word in rest:
@@ -203,7 +217,7 @@ def source_of(family: str, name: str) -> Path:
             spec = PathFinder.find_spec(path, places) if places is not None else None
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
             return Path(spec.origin)
-    raise broken(family, name, f"the module {_installed(family)[name].module} has no file")
+    return None
 
 
 def broken(family: str, name: str, why: str) -> UsageError:
@@ -227,7 +241,15 @@ def _own(family: str) -> tuple[str, ...]:
     folder = _PACKAGE / _folder(family)
     found = [path for path in folder.iterdir() if not path.name.startswith("_")] if folder.is_dir() else []
     parts = [path for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()]
-    return tuple(sorted(path.stem.replace("_", "-") for path in parts))
+    names = sorted(path.stem.replace("_", "-") for path in parts)
+    if family in _CLASS_PREFIXES:
+        names = [name for name in names if _has_class(family, name, folder / f"{_file_stem(name)}.py")]
+    return tuple(names)
+
+
+def _has_class(family: str, name: str, path: Path) -> bool:
+    """Return whether a structure's file has the class that the family needs."""
+    return f"\nclass {_class_name(family, name)}" in path.read_text(encoding="utf-8")
 
 
 @cache
@@ -244,6 +266,10 @@ def _installed(family: str) -> dict[str, _Installed]:
             raise _refusal(family, name, distribution, "expected a name of lowercase letters, digits and dashes")
         if not re.fullmatch(r"\w+(\.\w+)*", value):
             raise _refusal(family, name, distribution, f"expected a module such as package.module; got {value!r}")
+        if _CLASS_PREFIXES.get(family):
+            path = _find_module_file(value)
+            if path is not None and not _has_class(family, name, path):
+                continue
         found.setdefault(name, _Installed(value, distribution))  # the first on the search path is the one imported
     return found
 
@@ -279,12 +305,12 @@ def _folder(family: str) -> str:
 
 
 def _group(family: str) -> str:
-    return f"bnncli.{family}"
+    return "bnncli.structures" if family in _CLASS_PREFIXES else f"bnncli.{family}"
 
 
 def _file_stem(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _class_name(name: str) -> str:
-    return "".join(word.capitalize() for word in name.split("-"))
+def _class_name(family: str, name: str) -> str:
+    return _CLASS_PREFIXES.get(family, "") + "".join(word.capitalize() for word in name.split("-"))

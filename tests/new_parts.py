@@ -177,68 +177,17 @@ def of_split(split):
 SCORE = Score(title="NAME", digits=3, of_split=of_split)
 '''
 
-CURVATURE = '''
-"""A multiple of the identity with the Hessian's trace."""
-
-from bnncli.structures import Operations
-from bnncli.structures.diag import Diag
-
-
-class CLASS:
-    order: "ClassVar[int]" = 35
-    about: "ClassVar[str]" = "one variance for all"
-    is_exact: "ClassVar[bool]" = False
-    is_same_in_span: "ClassVar[bool]" = False
-    is_fitted_in_span: "ClassVar[bool]" = False
-    fixed: "ClassVar[tuple[str, ...]]" = ()
-
-    @staticmethod
-    def hessian(target, theta):
-        diagonal = Diag.hessian(target, theta)["hessian.diag"]
-        return {"hessian.NAME": diagonal.mean().reshape(1)}
-
-    @staticmethod
-    def num_elements(layout):
-        return 1
-
-    @staticmethod
-    def operations(layout, num_examples):
-        return Operations(elementwise=2 * num_examples * layout.num_params)
-
-    @staticmethod
-    def most_elements(layout, *, largest_full, in_span):
-        return 0  # never unasked
-'''
-
-NETWORK_CURVATURE = '''
-"""The same of a whole network."""
-
-from bnncli.structures.diag import Diag
-
-
-class CLASS:
-    order: "ClassVar[int]" = 65
-    about: "ClassVar[str]" = "one variance for all"
-    is_exact: "ClassVar[bool]" = False
-    fixed: "ClassVar[tuple[str, ...]]" = ()
-
-    @staticmethod
-    def hessian(target, theta):
-        return {"hessian.NAME": Diag.hessian(target, theta)["hessian.diag"].mean().reshape(1)}
-
-    @staticmethod
-    def num_elements(layout):
-        return 1
-'''
-
-COVARIANCE = '''
-"""One variance for all parameters."""
+STRUCTURE = '''
+"""One variance for all parameters, from a multiple of the identity with the Hessian's trace."""
 
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
+
+from bnncli.structures import Operations
+from bnncli.structures.diag import LastLayerDiag, NetworkDiag
 
 
 @dataclass(frozen=True)
@@ -272,18 +221,57 @@ class CLASS:
 
     def to(self, *, device=None, dtype=None):
         return replace(self, variance=self.variance.to(device=device, dtype=dtype))
+
+
+class LastLayerCLASS:
+    order: "ClassVar[int]" = 35
+    about: "ClassVar[str]" = "one variance for all"
+    is_exact: "ClassVar[bool]" = False
+    is_same_in_span: "ClassVar[bool]" = False
+    is_fitted_in_span: "ClassVar[bool]" = False
+    fixed: "ClassVar[tuple[str, ...]]" = ()
+
+    @staticmethod
+    def hessian(target, theta):
+        diagonal = LastLayerDiag.hessian(target, theta)["hessian.diag"]
+        return {"hessian.NAME": diagonal.mean().reshape(1)}
+
+    @staticmethod
+    def num_elements(layout):
+        return 1
+
+    @staticmethod
+    def operations(layout, num_examples):
+        return Operations(elementwise=2 * num_examples * layout.num_params)
+
+    @staticmethod
+    def most_elements(layout, *, largest_full, in_span):
+        return 0  # never unasked
+
+
+class NetworkCLASS:
+    order: "ClassVar[int]" = 65
+    about: "ClassVar[str]" = "one variance for all"
+    is_exact: "ClassVar[bool]" = False
+    fixed: "ClassVar[tuple[str, ...]]" = ()
+
+    @staticmethod
+    def hessian(target, theta):
+        return {"hessian.NAME": NetworkDiag.hessian(target, theta)["hessian.diag"].mean().reshape(1)}
+
+    @staticmethod
+    def num_elements(layout):
+        return 1
 '''
 
-LOGITS = '''
-"""Logits under one variance for all parameters: the variance times the squared length of the input."""
+# Without it, the logits are pulled back through theta.
+HEAD_LOGITS = """
 
-import torch
-
-from bnncli.structures.logits import LogitRoot
-
-
-def of_head(covariance, layout):
+def _head_logits(covariance, layout):
     return Spread(covariance.variance, layout)
+
+
+CLASS.head_logits = _head_logits
 
 
 class Spread:
@@ -300,11 +288,13 @@ class Spread:
         return self.variance(inputs) * (1 - 1 / self.layout.num_outputs)
 
     def covariance(self, inputs):
-        return torch.diag_embed(self.variance(inputs))
+        return self.variance(inputs).diag_embed()
 
     def root(self, inputs):
+        from bnncli.structures.logits import LogitRoot
+
         return LogitRoot(self.variance(inputs).sqrt())
-'''
+"""
 
 DETECTOR = '''
 """NAME: the sum of the squared class probabilities."""
@@ -323,24 +313,21 @@ FAMILIES = {
     "scores": SCORE,
     "commands": COMMAND,
     "detectors": DETECTOR,
-    "curvature": CURVATURE,
-    "network_curvature": NETWORK_CURVATURE,
-    "covariances": COVARIANCE,
-    "logits": LOGITS,
+    "structures": STRUCTURE,
 }
 OURS = dict(
-    zip(FAMILIES, ("swirl", "middle", "tiny", "kept", "rows", "sureness", "greet", "peak", *["round"] * 4), strict=True)
+    zip(FAMILIES, ("swirl", "middle", "tiny", "kept", "rows", "sureness", "greet", "peak", "round"), strict=True)
 )
 THEIRS = dict(
     zip(
         FAMILIES,
-        ("eddy", "halfway", "little", "stored", "lines", "aplomb", "salute", "crest", *["ball"] * 4),
+        ("eddy", "halfway", "little", "stored", "lines", "aplomb", "salute", "crest", "ball"),
         strict=True,
     )
 )
-del OURS["logits"]  # a structure without a short way to the logits has them pulled back through theta
 
 
 def text_of(family: str, name: str) -> str:
     """The file of a part of this name."""
-    return FAMILIES[family].replace("CLASS", name.capitalize()).replace("NAME", name).lstrip()
+    text = FAMILIES[family] + (HEAD_LOGITS if name == THEIRS["structures"] else "")
+    return text.replace("CLASS", name.capitalize()).replace("NAME", name).lstrip()

@@ -53,8 +53,8 @@ def lines_of(run: str, part: dict[str, str]) -> dict[str, str]:
         "extract saved": f"{saved} --json",
         "extract saved again": f"{saved} --json --feature-node x --run-dir FOLDER/{run}-again",
         "extract": f"extract-features {net} --model {part['networks']} {data}",
-        "fit": f"fit-laplace {net} --structure {part['curvature']} --prior-precision 1",
-        "whole": f"fit-laplace {net} --layers all --trust-code --structure {part['network_curvature']} --prior-precision 1",
+        "fit": f"fit-laplace {net} --structure {part['structures']} --prior-precision 1",
+        "whole": f"fit-laplace {net} --layers all --trust-code --structure {part['structures']} --prior-precision 1",
         "refine": f"refine {net} --flow {part['flows']} --{part['flows']}-push 0.5 --epochs 1 --elbo-draws 16",
         "predict": f"predict {net} --integrator mc --integrator probit --integrator {part['integrators']} --blend 0.5 --samples 40",
         "evaluate": f"evaluate {net} --score {part['detectors']} --bootstrap 0 --json",
@@ -150,7 +150,7 @@ def test_help_lists_parts_and_their_options_without_importing_them(done: dict[st
         assert f"{parts['data']}:FILE" in done["extract-features --help"].stdout
         assert parts["scores"] in done["evaluate --help"].stdout
         assert parts["detectors"] in done["evaluate --help"].stdout
-        assert f"{parts['curvature']} (one variance for all)" in " ".join(done["fit-laplace --help"].stdout.split())
+        assert f"{parts['structures']} (one variance for all)" in " ".join(done["fit-laplace --help"].stdout.split())
         assert "--times" in done[f"{parts['commands']} --help"].stdout
     assert "(halfway, middle)" in " ".join(done["predict --help-all"].stdout.split())
     assert "idle" in done["refine --help-all"].stdout
@@ -173,7 +173,7 @@ def test_every_part_runs_and_what_it_made_is_read_back(run: str, done: dict[str,
     assert PARTS[run]["detectors"] in {metric["score"] for metric in told}
     own, again = (json.loads(did[line].stdout)["outputs"][0] for line in ("extract saved", "extract saved again"))
     assert own["content_digest"] == again["content_digest"]
-    structure = PARTS[run]["curvature"]
+    structure = PARTS[run]["structures"]
     assert json.loads(did["base"].stdout)["meta"]["structure"] == structure
     assert did["command"].stdout.split("\n")[:3] == [f"{PARTS[run]['commands']} {run}.pt"] * 3
 

@@ -90,6 +90,26 @@ class Block:
         """Return log|det L|."""
         return float(self.scale_tril.diagonal(dim1=1, dim2=2).double().log().sum())
 
+    def head_logits(self, layout: HeadLayout) -> LogitCovariance:
+        """Return independent logits with variances |L_k^T x|^2, O(K F^2) per example."""
+        scale_tril = self.scale_tril
+        num_outputs, size = scale_tril.shape[:2]
+
+        def variance(features: Tensor) -> Tensor:
+            augmented = layout.augment_features(features).to(scale_tril)
+            variances = augmented.new_empty(len(augmented), num_outputs)
+            for rows, outputs in tiles(augmented, num_outputs):
+                roots = scale_tril[outputs].transpose(0, 1).reshape(size, -1)
+                variances[rows, outputs] = (augmented[rows] @ roots).unflatten(1, (-1, size)).square().sum(dim=2)
+            return variances.to(features.dtype)
+
+        return Independent(variance)
+
+    @staticmethod
+    def network_root() -> type[BlockRoot]:
+        """Return the kind of block that a layer's Jacobian is multiplied by."""
+        return PulledBlock
+
     def to_tensors(self) -> dict[str, Tensor]:
         """Return `cov.block.scale_tril` (K, F, F) and `cov.jitter` (1,), float64."""
         jitter = torch.tensor([self.jitter], dtype=torch.float64)
@@ -153,6 +173,19 @@ class InLayers:
     def log_det_scale(self) -> float:
         """Return log|det L|."""
         return sum(piece.log_det_scale() for piece in self.pieces)
+
+    def logit_blocks(self) -> Blocks:
+        """Return one block per layer."""
+
+        def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
+            own = consecutive_places(self.pieces)
+            return [(place, self._logit_block(piece)) for place, piece in zip(own, self.pieces, strict=True)]
+
+        return blocks
+
+    @staticmethod
+    def _logit_block(piece: Covariance) -> BlockRoot:
+        return PulledBlock(piece)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the stored tensors, float64."""
@@ -276,29 +309,3 @@ class NetworkBlock:
     def num_elements(layout: ModuleLayout) -> int:
         """Return the sum of F^2."""
         return sum((place.stop - place.start) ** 2 for place in module_places(layout).values())
-
-
-def of_head(covariance: Block, layout: HeadLayout) -> LogitCovariance:
-    """Return independent logits, O(K F^2) per example."""
-    scale_tril = covariance.scale_tril
-    num_outputs, size = scale_tril.shape[:2]
-
-    def variance(features: Tensor) -> Tensor:
-        augmented = layout.augment_features(features).to(scale_tril)
-        variances = augmented.new_empty(len(augmented), num_outputs)
-        for rows, outputs in tiles(augmented, num_outputs):
-            roots = scale_tril[outputs].transpose(0, 1).reshape(size, -1)
-            variances[rows, outputs] = (augmented[rows] @ roots).unflatten(1, (-1, size)).square().sum(dim=2)
-        return variances.to(features.dtype)
-
-    return Independent(variance)
-
-
-def blocks_of(covariance: InLayers) -> Blocks:
-    """Return one block per layer."""
-
-    def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
-        own = consecutive_places(covariance.pieces)
-        return [(place, PulledBlock(piece)) for place, piece in zip(own, covariance.pieces, strict=True)]
-
-    return blocks

@@ -99,6 +99,29 @@ class Diag:
         """Return the variances, (P,)."""
         return self.variances
 
+    def head_logits(self, layout: HeadLayout) -> LogitCovariance:
+        """Return independent logits with variances x^2 . sigma_k^2, O(K F) per example."""
+        variances = self.variances
+
+        def variance(features: Tensor) -> Tensor:
+            squares = layout.augment_features(features).to(variances).square()
+            return (squares @ layout.augment(variances).T).to(features.dtype)
+
+        return Independent(variance)
+
+    def logit_blocks(self) -> Blocks:
+        """Return one diagonal block per layer: sum_p J_p^2 sigma_p^2."""
+
+        def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
+            return [(place, Scaled(self.variances[place])) for place in places]
+
+        return blocks
+
+    @staticmethod
+    def network_root() -> type[BlockRoot]:
+        """Return the kind of block that a layer's Jacobian is multiplied by."""
+        return Scaled
+
     def to_tensors(self) -> dict[str, Tensor]:
         """Return `cov.diag`, (P,) float64."""
         return {"cov.diag": self.variances.double().cpu().contiguous()}
@@ -223,26 +246,6 @@ def _add_squares(total: Tensor, pairs: list[tuple[Use, Tensor]]) -> None:
         total += whole.square_().sum(dim=0, dtype=torch.float64)
 
 
-def of_head(covariance: Diag, layout: HeadLayout) -> LogitCovariance:
-    """Return independent logits with variances x^2 . sigma_k^2, O(K F) per example."""
-    variances = covariance.variances
-
-    def variance(features: Tensor) -> Tensor:
-        squares = layout.augment_features(features).to(variances).square()
-        return (squares @ layout.augment(variances).T).to(features.dtype)
-
-    return Independent(variance)
-
-
-def blocks_of(covariance: Diag) -> Blocks:
-    """Return one diagonal block per layer: sum_p J_p^2 sigma_p^2."""
-
-    def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
-        return [(place, Scaled(covariance.variances[place])) for place in places]
-
-    return blocks
-
-
 @dataclass(frozen=True)
 class Scaled:
     """A diagonal block.
@@ -272,6 +275,3 @@ class Scaled:
     def turns_as(self, other: BlockRoot) -> bool:
         """Return whether the other block is diagonal."""
         return isinstance(other, Scaled)
-
-
-network_root = Scaled  # kind of block for a layer's Jacobian

@@ -12,12 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.parameters.layouts import HeadLayout
-from bnncli.structures import Covariance
 from bnncli.structures.kron import Basis, EigenLayers, LayerFactors, NetworkKron, build_parts, describe_factors
-from bnncli.structures.kron import blocks_of as blocks_of
-from bnncli.structures.kron import network_root as network_root
-from bnncli.structures.logits import LogitCovariance, pull_back_logits
 from bnncli.structures.network_sums import Columns, find_by_name, forward, gradients, num_drawn
 
 if TYPE_CHECKING:
@@ -127,8 +122,3 @@ def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, featur
 def sum_of(tensors: list[Tensor]) -> Tensor:
     """Return the sum; a single tensor is returned as it is."""
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum(dim=0)
-
-
-def of_head(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:
-    """Pull back through the features."""
-    return pull_back_logits(covariance, layout.jacobian)

@@ -112,6 +112,10 @@ class Full:
         """Return the diagonal of Sigma, (P,)."""
         return self.scale_tril.square().sum(dim=1)
 
+    def head_logits(self, layout: HeadLayout) -> LogitCovariance:
+        """Return quadratic forms of the blocks of Sigma, which is multiplied out once."""
+        return QuadraticForms(self, layout)
+
     def to_tensors(self) -> dict[str, Tensor]:
         """Return `cov.scale_tril` (P, P) and `cov.jitter` (1,), float64."""
         jitter = torch.tensor([self.jitter], dtype=torch.float64)
@@ -185,7 +189,7 @@ class LastLayerFull:
 
 
 def _sum_pairs(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    """Return the sums of `_sums` over all examples, one per pair of outputs."""
+    """Return the sums of `_sum_block` over all examples, one per pair of outputs."""
     (pairs,) = sum_over_examples(target, theta, partial(_sum_block, target.layout.likelihood))
     return scaled(pairs, target)
 
@@ -346,11 +350,6 @@ class NetworkFull:
     def num_elements(layout: ModuleLayout) -> int:
         """Return P^2."""
         return layout.num_params**2
-
-
-def of_head(covariance: Full, layout: HeadLayout) -> LogitCovariance:
-    """Return quadratic forms of the blocks of Sigma, which is multiplied out once."""
-    return QuadraticForms(covariance, layout)
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,9 @@ from bnncli.structures.diag import Diag
 from bnncli.structures.logits import LogitCovariance, LogitRoot
 from bnncli.structures.network_logits import (
     BlockRoot,
-    Blocks,
     MatrixDerivatives,
     PulledBlock,
     Turned,
-    consecutive_places,
     turned,
     weighted_root,
 )
@@ -75,186 +73,6 @@ if TYPE_CHECKING:
     from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.last_layer import LastLayerTarget
     from bnncli.targets.network import NetworkTarget
-
-
-class _RankOne(NamedTuple):
-    """Rank-one term from a separate bias precision, by output direction.
-
-    Args:
-        direction: q, (K, F).
-        shrinkage: g, (K, 1).
-        growth: c, (K, 1).
-    """
-
-    direction: Tensor
-    shrinkage: Tensor
-    growth: Tensor
-
-
-@dataclass(frozen=True)
-class InEigenbasis:
-    """(W diag(s) W^T + Lambda)^{-1} over the parameters of one layer.
-
-    Args:
-        values: s, (K, F), not negative.
-        output_basis, feature_basis: U (K, K) and V (F, F), orthogonal.
-        weight_precision, bias_precision: prior precisions.
-        layout: position of the augmented matrix (K, F) in the layer's parameters.
-    """
-
-    structure: ClassVar[str] = "kron"
-    values: Tensor
-    output_basis: Tensor
-    feature_basis: Tensor
-    weight_precision: float
-    bias_precision: float
-    layout: MatrixLayout
-
-    @property
-    def num_params(self) -> int:
-        """Number of parameters of the layer."""
-        return self.values.numel()
-
-    def unwhiten(self, z: Tensor) -> Tensor:
-        """Return z L^T, (S, P)."""
-        return self._from_basis(self._scales * self._shrunk(self._to_basis(z)))
-
-    def whiten(self, x: Tensor) -> Tensor:
-        """Return L^{-1} x, (S, P)."""
-        scaled = self._to_basis(x) / self._scales
-        if self._own_bias is not None:
-            direction, shrinkage, growth = self._own_bias
-            along = (scaled * direction).sum(dim=-1, keepdim=True)
-            scaled = scaled + shrinkage * growth.sqrt() * along * direction
-        return self._from_basis(scaled)
-
-    def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return gradient L, (S, P)."""
-        return self._from_basis(self.pull_back_turned(self._to_basis(gradient)))
-
-    def pull_back_turned(self, gradient: Tensor) -> Tensor:
-        """Return the pull-back in the bases, given W^T gradient (..., K, F)."""
-        return self._shrunk(self._scales.to(gradient) * gradient)
-
-    @property
-    def variances(self) -> Tensor | None:
-        """Variances of the coordinates in the bases, (K, F); None if they are correlated."""
-        return self._scales.square() if self._own_bias is None else None
-
-    def widest(self, count: int) -> Tensor | None:
-        """Return the widest products of basis vectors, (P, K) float64; None if coordinates are correlated."""
-        if self.variances is None:
-            return None
-        return self._from_basis(largest_coordinates(self.variances, count)).T.double()
-
-    def log_det_scale(self) -> float:
-        """Return log|det L|."""
-        value = float(self._scales.double().log().sum())
-        return value if self._own_bias is None else value - 0.5 * float(self._own_bias.growth.double().log().sum())
-
-    def to_tensors(self) -> dict[str, Tensor]:
-        """Return `values` (K, F), `outputs` (K, K) and `features` (F, F), float64, without the prior."""
-        tensors = {"values": self.values, "outputs": self.output_basis, "features": self.feature_basis}
-        return {name: tensor.double().cpu().contiguous() for name, tensor in tensors.items()}
-
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> InEigenbasis:
-        """Return a copy on another device or in another precision."""
-        values, outputs, features = (
-            tensor.to(device=device, dtype=dtype) for tensor in (self.values, self.output_basis, self.feature_basis)
-        )
-        return replace(self, values=values, output_basis=outputs, feature_basis=features)
-
-    @cached_property
-    def _scales(self) -> Tensor:
-        """D^{-1/2}, (K, F)."""
-        return (self.values + self.weight_precision).rsqrt()
-
-    @cached_property
-    def _own_bias(self) -> _RankOne | None:
-        """The rank-one term; None if biases have the weights' precision."""
-        difference = self.bias_precision - self.weight_precision
-        if difference == 0 or not self.layout.has_bias:
-            return None
-        values, last = self.values.double(), self.feature_basis[-1].double()
-        direction = (values + self.weight_precision).rsqrt() * last
-        length = direction.square().sum(dim=1, keepdim=True)
-        lifted = (values + self.bias_precision) / (values + self.weight_precision)
-        growth = (lifted * last.square()).sum(dim=1, keepdim=True) / last.square().sum()
-        shrinkage = (1 - growth.rsqrt()) / length
-        return _RankOne(*(one.to(self.values.dtype) for one in (direction, shrinkage, growth)))
-
-    def _shrunk(self, rotated: Tensor) -> Tensor:
-        """Return (I - g q q^T) times coordinates (S, K, F) in the basis."""
-        if self._own_bias is None:
-            return rotated
-        direction, shrinkage = self._own_bias.direction.to(rotated), self._own_bias.shrinkage.to(rotated)
-        return rotated - shrinkage * (rotated * direction).sum(dim=-1, keepdim=True) * direction
-
-    def _to_basis(self, x: Tensor) -> Tensor:
-        """Return W^T x, (S, K, F)."""
-        return self.output_basis.T @ self.layout.augment(x.to(self.values)) @ self.feature_basis
-
-    def _from_basis(self, rotated: Tensor) -> Tensor:
-        """Return W x, (S, P)."""
-        return self.layout.flatten(self.output_basis @ rotated @ self.feature_basis.T)
-
-
-def largest_coordinates(variances: Tensor, count: int) -> Tensor:
-    """Return one-hot matrices (count, K, F) at the largest of variances (K, F); ties go to the first."""
-    places = variances.flatten().sort(descending=True, stable=True).indices[:count]
-    found = variances.new_zeros(count, variances.numel()).scatter_(1, places.unsqueeze(1), 1.0)
-    return found.unflatten(1, variances.shape)
-
-
-class EigenLayers(InLayers):
-    """Curvatures that are diagonal in a Kronecker product of bases, one per layer; other parameters have a diagonal.
-
-    H has parts `hessian.<structure>.<weight's name>.` with `values` (K, F), `outputs` (K, K) and `features` (F, F), for
-    a weight as a matrix, and for its bias if F is one more than the number of columns; and `hessian.<structure>.rest`,
-    the diagonal of all other parameters, in theta order. A file stores these parts and the prior.
-    """
-
-    @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Self:
-        """Return (H + Lambda)^{-1}. Raises NumericError if H is not finite."""
-        stored = {name: part.double() for name, part in hessian.items() if name.startswith("hessian.")}
-        if not all(torch.isfinite(part).all() for part in stored.values()):
-            raise NumericError("the Hessian is not finite", hint="check the inputs")
-        precisions, prefix = prior.diagonal(layout), f"hessian.{cls.structure}"
-        pieces: list[Covariance] = []
-        parts, taken = iter(layout.parts), 0
-        for part in parts:
-            values = stored.get(f"{prefix}.{part.name}.values")
-            if values is None:
-                rest, size = stored[f"{prefix}.rest"], math.prod(part.shape)
-                pieces.append(Diag(1 / (rest[taken : taken + size] + precisions[part.place].to(rest.device))))
-                taken += size
-                continue
-            own = HeadLayout(part.shape[0], math.prod(part.shape[1:]), has_bias=False)
-            has_bias = values.shape[1] == own.num_features + 1
-            last = next(parts) if has_bias else part
-            pieces.append(
-                InEigenbasis(
-                    values.clamp(min=0),
-                    stored[f"{prefix}.{part.name}.outputs"],
-                    stored[f"{prefix}.{part.name}.features"],
-                    float(precisions[part.offset]),
-                    float(precisions[last.offset]),
-                    HeadLayout(own.num_outputs, own.num_features, has_bias=has_bias),
-                )
-            )
-        return cls(tuple(pieces), stored | prior.to_tensors())
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """Invert to_tensors."""
-        return cls.from_hessian(tensors, Prior.from_tensors(tensors), layout)
-
-
-class KronLayers(EigenLayers):
-    """Kronecker factors, one pair per layer."""
-
-    structure: ClassVar[str] = "kron"
 
 
 _FACTOR = "hessian.kron.A"  # the feature factor of a head; parts of layers have longer names
@@ -352,6 +170,15 @@ class Kron:
     def log_det_scale(self) -> float:
         """Return log|det L|."""
         return float(self.scales.double().log().sum()) + self.layout.num_outputs * math.log(self.bias_unit)
+
+    def head_logits(self, layout: HeadLayout) -> LogitCovariance:
+        """Return U diag(v) U^T, with v the variances along U."""
+        return AlongOutputBasis(self, layout)
+
+    @staticmethod
+    def network_root() -> type[BlockRoot]:
+        """Return the kind of block that a layer's Jacobian is multiplied by."""
+        return TurnedBlock
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return `hessian.kron.A`, `hessian.kron.B` and the prior's tensors; loading recomputes the eigenbasis."""
@@ -649,7 +476,7 @@ class _LayerSums:
 
     def add_all(self, target: NetworkTarget, theta: Tensor, pieces: Sequence[Piece]) -> None:
         """Add all examples of the target, at theta (P,)."""
-        columns = columns_for(target, seed=0)
+        columns = Columns(target, num_drawn=num_drawn(target), seed=0)
         places = {piece.parts[0].name: place_of(piece) for piece in pieces}
         for rows in target.row_blocks(1, theta.dtype) if pieces else ():
             logits, noted = forward(target.layout, theta, target.inputs[rows].to(target.device), pieces)
@@ -669,14 +496,193 @@ class _LayerSums:
                         self.diagonal[places[name]] += slopes.square().sum(dim=0, dtype=torch.float64)
 
 
-def columns_for(target: NetworkTarget, *, seed: int) -> Columns:
-    """Return all columns of the Hessian's root if they are few, else random ones."""
-    return Columns(target, num_drawn=num_drawn(target), seed=seed)
+class _RankOne(NamedTuple):
+    """Rank-one term from a separate bias precision, by output direction.
+
+    Args:
+        direction: q, (K, F).
+        shrinkage: g, (K, 1).
+        growth: c, (K, 1).
+    """
+
+    direction: Tensor
+    shrinkage: Tensor
+    growth: Tensor
 
 
-def of_head(covariance: Kron, layout: HeadLayout) -> LogitCovariance:
-    """Return U diag(v) U^T, with v the variances along U."""
-    return AlongOutputBasis(covariance, layout)
+@dataclass(frozen=True)
+class InEigenbasis:
+    """(W diag(s) W^T + Lambda)^{-1} over the parameters of one layer.
+
+    Args:
+        values: s, (K, F), not negative.
+        output_basis, feature_basis: U (K, K) and V (F, F), orthogonal.
+        weight_precision, bias_precision: prior precisions.
+        layout: position of the augmented matrix (K, F) in the layer's parameters.
+    """
+
+    structure: ClassVar[str] = "kron"
+    values: Tensor
+    output_basis: Tensor
+    feature_basis: Tensor
+    weight_precision: float
+    bias_precision: float
+    layout: MatrixLayout
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters of the layer."""
+        return self.values.numel()
+
+    def unwhiten(self, z: Tensor) -> Tensor:
+        """Return z L^T, (S, P)."""
+        return self._from_basis(self._scales * self._shrunk(self._to_basis(z)))
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """Return L^{-1} x, (S, P)."""
+        scaled = self._to_basis(x) / self._scales
+        if self._own_bias is not None:
+            direction, shrinkage, growth = self._own_bias
+            along = (scaled * direction).sum(dim=-1, keepdim=True)
+            scaled = scaled + shrinkage * growth.sqrt() * along * direction
+        return self._from_basis(scaled)
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """Return gradient L, (S, P)."""
+        return self._from_basis(self.pull_back_turned(self._to_basis(gradient)))
+
+    def pull_back_turned(self, gradient: Tensor) -> Tensor:
+        """Return the pull-back in the bases, given W^T gradient (..., K, F)."""
+        return self._shrunk(self._scales.to(gradient) * gradient)
+
+    @property
+    def variances(self) -> Tensor | None:
+        """Variances of the coordinates in the bases, (K, F); None if they are correlated."""
+        return self._scales.square() if self._own_bias is None else None
+
+    def widest(self, count: int) -> Tensor | None:
+        """Return the widest products of basis vectors, (P, K) float64; None if coordinates are correlated."""
+        if self.variances is None:
+            return None
+        return self._from_basis(largest_coordinates(self.variances, count)).T.double()
+
+    def log_det_scale(self) -> float:
+        """Return log|det L|."""
+        value = float(self._scales.double().log().sum())
+        return value if self._own_bias is None else value - 0.5 * float(self._own_bias.growth.double().log().sum())
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return `values` (K, F), `outputs` (K, K) and `features` (F, F), float64, without the prior."""
+        tensors = {"values": self.values, "outputs": self.output_basis, "features": self.feature_basis}
+        return {name: tensor.double().cpu().contiguous() for name, tensor in tensors.items()}
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> InEigenbasis:
+        """Return a copy on another device or in another precision."""
+        values, outputs, features = (
+            tensor.to(device=device, dtype=dtype) for tensor in (self.values, self.output_basis, self.feature_basis)
+        )
+        return replace(self, values=values, output_basis=outputs, feature_basis=features)
+
+    @cached_property
+    def _scales(self) -> Tensor:
+        """D^{-1/2}, (K, F)."""
+        return (self.values + self.weight_precision).rsqrt()
+
+    @cached_property
+    def _own_bias(self) -> _RankOne | None:
+        """The rank-one term; None if biases have the weights' precision."""
+        difference = self.bias_precision - self.weight_precision
+        if difference == 0 or not self.layout.has_bias:
+            return None
+        values, last = self.values.double(), self.feature_basis[-1].double()
+        direction = (values + self.weight_precision).rsqrt() * last
+        length = direction.square().sum(dim=1, keepdim=True)
+        lifted = (values + self.bias_precision) / (values + self.weight_precision)
+        growth = (lifted * last.square()).sum(dim=1, keepdim=True) / last.square().sum()
+        shrinkage = (1 - growth.rsqrt()) / length
+        return _RankOne(*(one.to(self.values.dtype) for one in (direction, shrinkage, growth)))
+
+    def _shrunk(self, rotated: Tensor) -> Tensor:
+        """Return (I - g q q^T) times coordinates (S, K, F) in the basis."""
+        if self._own_bias is None:
+            return rotated
+        direction, shrinkage = self._own_bias.direction.to(rotated), self._own_bias.shrinkage.to(rotated)
+        return rotated - shrinkage * (rotated * direction).sum(dim=-1, keepdim=True) * direction
+
+    def _to_basis(self, x: Tensor) -> Tensor:
+        """Return W^T x, (S, K, F)."""
+        return self.output_basis.T @ self.layout.augment(x.to(self.values)) @ self.feature_basis
+
+    def _from_basis(self, rotated: Tensor) -> Tensor:
+        """Return W x, (S, P)."""
+        return self.layout.flatten(self.output_basis @ rotated @ self.feature_basis.T)
+
+
+def largest_coordinates(variances: Tensor, count: int) -> Tensor:
+    """Return one-hot matrices (count, K, F) at the largest of variances (K, F); ties go to the first."""
+    places = variances.flatten().sort(descending=True, stable=True).indices[:count]
+    found = variances.new_zeros(count, variances.numel()).scatter_(1, places.unsqueeze(1), 1.0)
+    return found.unflatten(1, variances.shape)
+
+
+class EigenLayers(InLayers):
+    """Curvatures that are diagonal in a Kronecker product of bases, one per layer; other parameters have a diagonal.
+
+    H has parts `hessian.<structure>.<weight's name>.` with `values` (K, F), `outputs` (K, K) and `features` (F, F), for
+    a weight as a matrix, and for its bias if F is one more than the number of columns; and `hessian.<structure>.rest`,
+    the diagonal of all other parameters, in theta order. A file stores these parts and the prior.
+    """
+
+    @classmethod
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Self:
+        """Return (H + Lambda)^{-1}. Raises NumericError if H is not finite."""
+        stored = {name: part.double() for name, part in hessian.items() if name.startswith("hessian.")}
+        if not all(torch.isfinite(part).all() for part in stored.values()):
+            raise NumericError("the Hessian is not finite", hint="check the inputs")
+        precisions, prefix = prior.diagonal(layout), f"hessian.{cls.structure}"
+        pieces: list[Covariance] = []
+        parts, taken = iter(layout.parts), 0
+        for part in parts:
+            values = stored.get(f"{prefix}.{part.name}.values")
+            if values is None:
+                rest, size = stored[f"{prefix}.rest"], math.prod(part.shape)
+                pieces.append(Diag(1 / (rest[taken : taken + size] + precisions[part.place].to(rest.device))))
+                taken += size
+                continue
+            own = HeadLayout(part.shape[0], math.prod(part.shape[1:]), has_bias=False)
+            has_bias = values.shape[1] == own.num_features + 1
+            last = next(parts) if has_bias else part
+            pieces.append(
+                InEigenbasis(
+                    values.clamp(min=0),
+                    stored[f"{prefix}.{part.name}.outputs"],
+                    stored[f"{prefix}.{part.name}.features"],
+                    float(precisions[part.offset]),
+                    float(precisions[last.offset]),
+                    HeadLayout(own.num_outputs, own.num_features, has_bias=has_bias),
+                )
+            )
+        return cls(tuple(pieces), stored | prior.to_tensors())
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
+        """Invert to_tensors."""
+        return cls.from_hessian(tensors, Prior.from_tensors(tensors), layout)
+
+    @staticmethod
+    def network_root() -> type[BlockRoot]:
+        """Return the kind of block that a layer's Jacobian is multiplied by."""
+        return TurnedBlock
+
+    @staticmethod
+    def _logit_block(piece: Covariance) -> BlockRoot:
+        return TurnedBlock(piece) if isinstance(piece, InEigenbasis) else PulledBlock(piece)
+
+
+class KronLayers(EigenLayers):
+    """Kronecker factors, one pair per layer."""
+
+    structure: ClassVar[str] = "kron"
 
 
 @dataclass(frozen=True)
@@ -726,20 +732,6 @@ class AlongOutputBasis:
         return projected.square() @ sigma.scales.square().T
 
 
-def blocks_of(covariance: InLayers) -> Blocks:
-    """Return one block per layer, in the bases of its factors."""
-
-    def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
-        own = consecutive_places(covariance.pieces)
-        return [(place, _block_of(piece)) for place, piece in zip(own, covariance.pieces, strict=True)]
-
-    return blocks
-
-
-def _block_of(piece: Covariance) -> BlockRoot:
-    return TurnedBlock(piece) if isinstance(piece, InEigenbasis) else PulledBlock(piece)
-
-
 @dataclass(frozen=True)
 class TurnedBlock:
     """A block whose curvature is diagonal in a Kronecker product of bases.
@@ -772,6 +764,3 @@ class TurnedBlock:
         return isinstance(other, TurnedBlock) and (
             other.covariance.output_basis is own.output_basis and other.covariance.feature_basis is own.feature_basis
         )
-
-
-network_root = TurnedBlock  # kind of block for a layer's Jacobian

@@ -13,12 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from bnncli import registry
-from bnncli.parameters.layouts import HeadLayout, LogitLayout
+from bnncli.parameters.layouts import LogitLayout
 from bnncli.parameters.module import ModuleLayout, module_places
 from bnncli.structures import Covariance
-from bnncli.structures.logits import LogitCovariance, LogitGaussian, LogitRoot, Pulled, pull_back_logits
-from bnncli.structures.network_logits import Blocks, PulledBlock, by_layer, by_layer_together, logits_at
-from bnncli.structures.row_space import SpreadInRows, rows_of
+from bnncli.structures.logits import LogitCovariance, LogitGaussian, LogitRoot, Pulled, head_spread
+from bnncli.structures.network_logits import BlockRoot, Blocks, PulledBlock, by_layer, by_layer_together, logits_at
 from bnncli.targets.blocks import BLOCK_ELEMENTS, slices
 
 if TYPE_CHECKING:
@@ -79,17 +78,6 @@ class NoSpread:
         return LogitRoot(self.variance(inputs))
 
 
-def head_spread(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:
-    """Return the covariance of the logits of features (n, D), for any theta, by the structure's fast path if any."""
-    within = rows_of(covariance)
-    if within is not None:
-        return SpreadInRows(head_spread(within.inner, within.rows.reduced), within.rows, within.precision)
-    if covariance.structure not in registry.names("logits"):
-        return pull_back_logits(covariance, layout.jacobian)
-    spread: LogitCovariance = registry.load_module("logits", covariance.structure).of_head(covariance, layout)
-    return spread
-
-
 def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -> LogitCovariance:
     """Return J Sigma J^T at inputs (n, ...), J the Jacobian at theta (P,), by the structure's fast path if any.
 
@@ -99,7 +87,7 @@ def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -
         return Pulled(partial(_whole_roots, covariance, layout, theta))
     layout = cast(ModuleLayout, layout)  # only ModuleLayout has a module
     if is_by_layer(covariance.structure):
-        return by_layer(layout, theta, _blocks_of(covariance))
+        return by_layer(layout, theta, _logit_blocks(covariance))
     return by_layer(layout, theta, lambda places: [(slice(0, layout.num_params), PulledBlock(covariance))])
 
 
@@ -110,22 +98,22 @@ def covariances_together(
 
     J is computed once for all, and transformed once into shared bases.
     """
-    return by_layer_together(cast(ModuleLayout, layout), theta, [_blocks_of(one) for one in candidates])
+    return by_layer_together(cast(ModuleLayout, layout), theta, [_logit_blocks(one) for one in candidates])
 
 
-def _blocks_of(covariance: Covariance) -> Blocks:
-    found: Blocks = registry.load_module("logits", covariance.structure).blocks_of(covariance)
+def _logit_blocks(covariance: Covariance) -> Blocks:
+    found: Blocks = covariance.logit_blocks()  # type: ignore[attr-defined]
     return found
 
 
 def is_by_layer(structure: str) -> bool:
     """Return whether Sigma of this structure has blocks, which avoids K P numbers per example."""
-    return structure in registry.names("logits") and hasattr(registry.load_module("logits", structure), "blocks_of")
+    return hasattr(registry.load_class("covariances", structure), "network_root")
 
 
 def is_turned(structure: str) -> bool:
     """Return whether Sigma's blocks are diagonal in bases into which Jacobians are transformed."""
-    return is_by_layer(structure) and hasattr(registry.load_module("logits", structure), "network_root")
+    return is_by_layer(structure) and _network_root(structure) is not PulledBlock
 
 
 def largest_root(structure: str, layout: ModuleLayout) -> int:
@@ -133,8 +121,12 @@ def largest_root(structure: str, layout: ModuleLayout) -> int:
     if not is_by_layer(structure):
         return PulledBlock.num_copies * layout.num_params
     largest = max(place.stop - place.start for place in module_places(layout).values())
-    kind = getattr(registry.load_module("logits", structure), "network_root", PulledBlock)
-    return int(kind.num_copies) * largest
+    return _network_root(structure).num_copies * largest
+
+
+def _network_root(structure: str) -> type[BlockRoot]:
+    found: type[BlockRoot] = registry.load_class("covariances", structure).network_root()
+    return found
 
 
 def _whole_roots(

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.structures import Covariance
 from bnncli.targets.blocks import BLOCK_ELEMENTS, slices
 
@@ -219,6 +220,12 @@ class Pulled:
             assert total is not None
             totals.append(total)
         return torch.cat(totals)
+
+
+def head_spread(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:
+    """Return the covariance of a last layer's logits at features (n, D), by the structure's fast path if any."""
+    fast: Callable[[HeadLayout], LogitCovariance] | None = getattr(covariance, "head_logits", None)
+    return pull_back_logits(covariance, layout.jacobian) if fast is None else fast(layout)
 
 
 def pull_back_logits(covariance: Covariance, jacobian: Callable[[Tensor], Tensor]) -> Pulled:

@@ -17,7 +17,7 @@ from bnncli.lazy import torch
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout
 from bnncli.structures import Covariance
-from bnncli.structures.logits import LogitCovariance, LogitRoot, root_of_covariances
+from bnncli.structures.logits import LogitCovariance, LogitRoot, head_spread, root_of_covariances
 from bnncli.targets.blocks import slices
 from bnncli.targets.row_space import RowSpace
 
@@ -78,6 +78,10 @@ class WithinRows:
     def log_det_scale(self) -> float:
         """Return log|det L|."""
         return self.inner.log_det_scale() - 0.5 * self.rows.num_outside * math.log(self.precision)
+
+    def head_logits(self, layout: HeadLayout) -> LogitCovariance:
+        """Return the inner covariance of the logits plus the prior's outside the span."""
+        return SpreadInRows(head_spread(self.inner, self.rows.reduced), self.rows, self.precision)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the inner tensors, `cov.basis` (D, r) and `cov.outside_precision` (1,), float64."""
