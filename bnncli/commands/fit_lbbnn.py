@@ -43,8 +43,9 @@ from bnncli.options.declaration import CheckedOptions, option, parse_positive
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
 from bnncli.session import revisions as _revisions
+from bnncli.session.costs import Cost
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import Split, load_split
-from bnncli.session.posteriors import Cost, FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.produce import (
     Request,
     Resumable,

@@ -35,10 +35,9 @@ from bnncli.session.chains import (
     parameter_metrics,
     prediction_metrics,
 )
-from bnncli.session.inputs import open_posterior
-from bnncli.session.posteriors import (
+from bnncli.session.costs import Cost
+from bnncli.session.fits import (
     LEAVE_OUT,
-    Cost,
     FitOutput,
     Fitting,
     Report,
@@ -47,6 +46,7 @@ from bnncli.session.posteriors import (
     suggest_default_learning_rate,
     weaker_prior,
 )
+from bnncli.session.inputs import open_posterior
 from bnncli.session.produce import Request, ResumableDraws, prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse

@@ -17,9 +17,9 @@ from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import option
 from bnncli.options.shared import GivenPriorOptions
 from bnncli.session import revisions as _revisions
-from bnncli.session.posteriors import (
+from bnncli.session.costs import Cost
+from bnncli.session.fits import (
     LEAVE_OUT,
-    Cost,
     FitOutput,
     Fitting,
     Report,

@@ -17,9 +17,9 @@ from bnncli.options.declaration import CheckedOptions, option
 from bnncli.posteriors.point import Point
 from bnncli.registry import has_attribute, names
 from bnncli.session import revisions as _revisions
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import Split, open_posterior, posterior_source
 from bnncli.session.out_of_fold import fit_on_meta, is_fitted_to, out_of_fold
-from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.predictions import find_named
 from bnncli.session.predictor import TrainData, type_of
 from bnncli.session.run import Result, Run

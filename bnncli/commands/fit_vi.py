@@ -20,16 +20,8 @@ from bnncli.options.declaration import option
 from bnncli.options.shared import GivenPriorOptions
 from bnncli.parameters.prior import initial_theta
 from bnncli.session import revisions as _revisions
-from bnncli.session.posteriors import (
-    Cost,
-    FitOutput,
-    Fitting,
-    Report,
-    TargetFit,
-    compare_with_base,
-    produce_fit,
-    weaker_prior,
-)
+from bnncli.session.costs import Cost
+from bnncli.session.fits import FitOutput, Fitting, Report, TargetFit, compare_with_base, produce_fit, weaker_prior
 from bnncli.session.produce import Request, prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse

@@ -53,28 +53,30 @@ from bnncli.session.chains import (
     parameter_metrics,
     prediction_metrics,
 )
-from bnncli.session.inputs import Split, load_split, open_posterior
-from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
-from bnncli.session.out_of_fold import fit_on_meta, keep_if_held_out, load_fitted, read_fitted_splits, require_features
-from bnncli.session.posteriors import (
+from bnncli.session.costs import Cost
+from bnncli.session.fits import (
     Base,
-    Cost,
     FitOutput,
     Report,
     find_base,
     posterior_request,
-    prior_line,
-    prior_metrics,
     prior_of,
     produce_posterior,
-    read_stored_search,
     request_params,
     request_sources,
-    resolve_prior_choice,
     row_space,
-    search_identity,
     span_to_fit,
     weaker_prior,
+)
+from bnncli.session.inputs import Split, load_split, open_posterior
+from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
+from bnncli.session.out_of_fold import fit_on_meta, keep_if_held_out, load_fitted, read_fitted_splits, require_features
+from bnncli.session.prior_choice import (
+    prior_line,
+    prior_metrics,
+    read_stored_search,
+    resolve_prior_choice,
+    search_identity,
 )
 from bnncli.session.produce import Request, Resumable, ResumableDraws
 from bnncli.session.run import Result, Run

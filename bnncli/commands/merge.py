@@ -32,6 +32,8 @@ from bnncli.parameters.module import LAST
 from bnncli.parameters.prior import Prior
 from bnncli.session import revisions as _revisions
 from bnncli.session.chains import Judge, head_judges, network_judge, parameter_judge
+from bnncli.session.costs import Cost
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import (
     Split,
     load_split,
@@ -48,7 +50,6 @@ from bnncli.session.out_of_fold import (
     require_features,
     unique_sources,
 )
-from bnncli.session.posteriors import Cost, FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.predictions import find_named
 from bnncli.session.produce import Request
 from bnncli.session.revisions import is_another

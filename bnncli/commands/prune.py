@@ -24,8 +24,8 @@ from bnncli.posteriors import LATENT_BINARY
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.session import revisions as _revisions
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import Split, load_split, open_posterior, posterior_source
-from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.predictions import find_named
 from bnncli.session.predictor import type_of
 from bnncli.session.run import Result, Run

@@ -35,6 +35,8 @@ from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
 from bnncli.session import revisions as _revisions
+from bnncli.session.costs import Cost
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior, span_of
 from bnncli.session.inputs import Split, open_posterior, posterior_prior, posterior_source
 from bnncli.session.network_splits import NetworkReader, network_sources
 from bnncli.session.out_of_fold import (
@@ -45,21 +47,15 @@ from bnncli.session.out_of_fold import (
     require_features,
     unique_sources,
 )
-from bnncli.session.posteriors import (
-    Cost,
-    FitOutput,
-    Report,
-    posterior_request,
+from bnncli.session.predictions import find_base
+from bnncli.session.predictor import default_integrator
+from bnncli.session.prior_choice import (
     prior_line,
     prior_metrics,
-    produce_posterior,
     read_stored_search,
     resolve_prior_choice,
     search_identity,
-    span_of,
 )
-from bnncli.session.predictions import find_base
-from bnncli.session.predictor import default_integrator
 from bnncli.session.produce import Request, prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.states import advise_predict, fresh_posterior

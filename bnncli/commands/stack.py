@@ -17,8 +17,8 @@ from bnncli.options.declaration import CheckedOptions, option
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.stack import Stack
 from bnncli.session import revisions as _revisions
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import Split, load_split
-from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.produce import Request, Resumable
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_probs_on_val, require_labeled_val, val_lines, warn_if_worse

@@ -39,14 +39,7 @@ from bnncli.structures import Covariance, Operations
 from bnncli.structures.block import InLayers
 from bnncli.structures.diag import Diag
 from bnncli.structures.logits import LogitCovariance, LogitRoot
-from bnncli.structures.network_logits import (
-    BlockRoot,
-    MatrixDerivatives,
-    PulledBlock,
-    Turned,
-    turned,
-    weighted_root,
-)
+from bnncli.structures.network_logits import BlockRoot, MatrixDerivatives, PulledBlock, Turned, turned, weighted_root
 from bnncli.structures.network_sums import (
     Columns,
     Finder,

@@ -19,8 +19,8 @@ from bnncli.artifacts.samples import read_samples
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
+from bnncli.session.fits import weaker_prior
 from bnncli.session.inputs import open_posterior, open_samples
-from bnncli.session.posteriors import weaker_prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.target import count_passes, counting_passes
 

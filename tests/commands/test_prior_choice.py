@@ -13,7 +13,7 @@ from problems.command_line import Cli, new_run
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.samples import read_samples
-from bnncli.session.posteriors import prior_line
+from bnncli.session.prior_choice import prior_line
 
 HMC = ("hmc", "--chains", 8, "--warmup", 20, "--draws", 40)
 REFINE = ("refine", "--epochs", 400, "--elbo-draws", 16)

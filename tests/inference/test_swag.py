@@ -17,7 +17,7 @@ from bnncli.inference.swag import LEAST_SHARE, SwagPlan, fit_swag, halve_learnin
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.structures.logit_gaussian import head_spread
+from bnncli.structures.logits import head_spread
 from bnncli.structures.swag import Swag
 
 LAYOUT = HeadLayout(3, 4)

@@ -33,7 +33,7 @@ from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import ggn
 from bnncli.structures.kron import Kron
-from bnncli.structures.logit_gaussian import head_spread
+from bnncli.structures.logits import head_spread
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.variants import CoarseGradient
 

@@ -14,7 +14,7 @@ from problems.command_line import Cli, new_run
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
-from bnncli.session.posteriors import TotalCost, total_cost
+from bnncli.session.costs import TotalCost, total_cost
 
 ALL = "--layers all"
 
@@ -152,7 +152,7 @@ def test_training_is_that_of_the_network_beside_it(laplace: Header, monkeypatch:
     network = read_header(laplace.path.with_name("map.safetensors"))
     told = replace(network, meta={**network.meta, "gradient_passes": 100})
     monkeypatch.setattr(
-        "bnncli.session.posteriors.read_header", lambda path: told if path == network.path else read_header(path)
+        "bnncli.session.fits.read_header", lambda path: told if path == network.path else read_header(path)
     )
     assert total_cost(laplace).training == 100
     assert total_cost(told) == TotalCost(0.0, 0.0, 100.0)

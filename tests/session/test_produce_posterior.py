@@ -15,8 +15,8 @@ from bnncli.console import Console
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.options.command import CommandLine, CommonOptions, ComputeOptions, NameOptions, RunOptions, WriteOptions
 from bnncli.posteriors.point import Point
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import load_split
-from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.run import Result, Run
 
 

@@ -16,7 +16,7 @@ from bnncli.parameters.prior import Prior
 from bnncli.structures import block, cheapest_root, ggn
 from bnncli.structures.full import Full
 from bnncli.structures.kron import Kron
-from bnncli.structures.logit_gaussian import head_spread
+from bnncli.structures.logits import head_spread
 from bnncli.targets import blocks as stream
 from bnncli.targets import grams
 

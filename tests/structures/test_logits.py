@@ -21,8 +21,8 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import ggn, network_logits
 from bnncli.structures.full import Full
-from bnncli.structures.logit_gaussian import covariances_together, head_spread, logit_gaussian
-from bnncli.structures.logits import LogitCovariance, LogitGaussian, Pulled, pull_back_logits
+from bnncli.structures.logit_gaussian import covariances_together, logit_gaussian
+from bnncli.structures.logits import LogitCovariance, LogitGaussian, Pulled, head_spread, pull_back_logits
 from bnncli.structures.network_logits import keeping
 from bnncli.structures.row_space import WithinRows
 from bnncli.targets import blocks as stream

@@ -22,7 +22,7 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import Covariance
-from bnncli.structures.logit_gaussian import head_spread
+from bnncli.structures.logits import head_spread
 from bnncli.structures.row_space import WithinRows
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace

@@ -23,7 +23,7 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.structures import full, ggn
 from bnncli.structures.full import Full
-from bnncli.structures.logit_gaussian import head_spread
+from bnncli.structures.logits import head_spread
 from bnncli.system.devices import configure_torch
 from bnncli.system.workers import Team, shares
 from bnncli.targets import blocks as stream

@@ -19,7 +19,7 @@ from bnncli.options.command import READ, Argument, Command, InputOptions, WriteO
 from bnncli.options.declaration import CheckedOptions, declare_option_group, option
 from bnncli.options.scoring import Quantity, declare_comparison_options, parse_score
 from bnncli.options.shared import check_variant, chosen_layers_option
-from bnncli.session.posteriors import TotalCost, total_cost
+from bnncli.session.costs import TotalCost, total_cost
 from bnncli.session.predictions import PredictionGroup, open_groups
 from bnncli.session.recommendation import recommended
 from bnncli.session.run import Result, Run, Table, each_checkpoint, source_json

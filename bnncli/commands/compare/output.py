@@ -19,7 +19,7 @@ from bnncli.figures import render
 from bnncli.figures import scores as figure
 from bnncli.figures.scores import Line, ScorePanel
 from bnncli.names import percent, posterior_title
-from bnncli.session.posteriors import HEAD, NETWORK, TotalCost
+from bnncli.session.costs import HEAD, NETWORK, TotalCost
 from bnncli.session.run import Result, Run, Table
 from bnncli.session.score_tables import score_title
 

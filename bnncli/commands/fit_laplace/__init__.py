@@ -28,9 +28,9 @@ from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.shared import LayersOptions
 from bnncli.registry import declaring
 from bnncli.session import revisions as _revisions
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior, span_line, span_to_fit
 from bnncli.session.inputs import Split, load_split
 from bnncli.session.out_of_fold import VAL, load_fitted, unique_sources
-from bnncli.session.posteriors import FitOutput, Report, posterior_request, produce_posterior, span_line, span_to_fit
 from bnncli.session.produce import Request
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import has_labeled_val, val_lines

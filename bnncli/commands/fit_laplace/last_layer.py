@@ -42,9 +42,10 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
 from bnncli.registry import declaring
+from bnncli.session.costs import Cost
+from bnncli.session.fits import FitOutput, row_space, span_metrics
 from bnncli.session.inputs import Split
 from bnncli.session.out_of_fold import VAL, GaussianFolds, select_fitted_rows
-from bnncli.session.posteriors import Cost, FitOutput, row_space, span_metrics
 from bnncli.session.run import Run
 from bnncli.session.states import advise_predict, fresh_posterior
 from bnncli.session.val_report import measure_on_val, warn_if_worse

@@ -24,9 +24,10 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
 from bnncli.session import revisions as _revisions
+from bnncli.session.costs import Cost
+from bnncli.session.fits import FitOutput, posterior_request
 from bnncli.session.inputs import Split
 from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
-from bnncli.session.posteriors import Cost, FitOutput, posterior_request
 from bnncli.session.produce import Request
 from bnncli.session.run import Run
 from bnncli.structures.network_logits import keeping

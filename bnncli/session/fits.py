@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
-from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import write_posterior
 from bnncli.artifacts.provenance import Source
-from bnncli.artifacts.resume import read_recorded_choice, state_path
 from bnncli.errors import BnnError, NumericError, UsageError
 from bnncli.inference import memory
 from bnncli.inference.network_memory import StochasticFitPlan, require_steps
 from bnncli.likelihoods import name_to_record
-from bnncli.options.shared import AUTO, INHERIT, SearchedPriorOptions, TargetOptions
+from bnncli.options.shared import TargetOptions
 from bnncli.parameters.layouts import HeadLayout, reduced_layout
 from bnncli.parameters.prior import Prior
 from bnncli.session import predictions
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from bnncli.inference.prior_variants import PriorClimb
     from bnncli.parameters.module import ModuleLayout
     from bnncli.posteriors.gaussian import Gaussian
     from bnncli.session.network_splits import NetworkReader
@@ -167,117 +164,6 @@ def _content(fitted: FitOutput) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, meta
 
 
-HEAD, NETWORK = "head", "network"
-_FREE = ("map", "temperature")  # methods that take no gradients of the training data
-_METHODS_INCLUDING_BASE = ("refine",)  # methods whose base is part of the result, not only the source of a prior
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of a fit.
-
-    Args:
-        passes: gradient passes over the training data.
-        through: head (features are only multiplied) or network.
-    """
-
-    passes: float
-    through: str
-
-    def to_metrics(self) -> dict[str, Any]:
-        """Return the entry for a posterior's metrics."""
-        return {"cost": {"gradient_passes": self.passes, "through": self.through}}
-
-    @classmethod
-    def of_fit(cls, passes: float, *, is_last_layer: bool) -> Cost:
-        """Return the cost of a fit to a target."""
-        return cls(float(passes), HEAD if is_last_layer else NETWORK)
-
-    @classmethod
-    def recorded(cls, metrics: Mapping[str, Any]) -> Cost | None:
-        """Invert to_metrics; None if nothing was recorded, or in another form."""
-        entry = metrics.get("cost")
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("gradient_passes"), int | float):
-            return None
-        return cls(float(entry["gradient_passes"]), str(entry.get("through")))
-
-
-@dataclass(frozen=True)
-class TotalCost:
-    """Cost of a posterior and everything it is made of; unknown parts are None.
-
-    Args:
-        head, network: gradient passes through the head and the network for the posterior and its base; both None if either's
-            is unknown.
-        training: passes through the network to train the checkpoint.
-    """
-
-    head: float | None
-    network: float | None
-    training: float | None
-
-    @property
-    def own(self) -> float | None:
-        """Return the passes of the posterior and its base, head and network together."""
-        return None if self.head is None or self.network is None else self.head + self.network
-
-    @property
-    def rank(self) -> tuple[bool, float, float]:
-        """Return the sort key, cheapest first: passes through the network, then the head; unknown last."""
-        return self.own is None, (self.network or 0.0) + (self.training or 0.0), self.head or 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry for `compare --json`."""
-        return {"head_passes": self.head, "network_passes": self.network, "training_passes": self.training}
-
-
-def total_cost(header: Header | None) -> TotalCost:
-    """Return the cost of a posterior from its header; unknown without one."""
-    if header is None:
-        return TotalCost(None, None, None)
-    found = _sum_passes(header)
-    if header.meta.get("method") in (
-        "ensemble",
-        "mola",
-    ):  # training of all members, the checkpoint included
-        members = _count(header.meta.get("metrics", {}))
-        return TotalCost(None, None, None) if members is None else TotalCost(0.0, members, 0.0)
-    if found is None:
-        return TotalCost(None, None, _count_training_passes(header))
-    return TotalCost(found[HEAD], found[NETWORK], _count_training_passes(header))
-
-
-def _sum_passes(header: Header) -> dict[str, float] | None:
-    """Return the passes through head and network of a posterior and its base; None if unknown."""
-    method = str(header.meta.get("method"))
-    found = {HEAD: 0.0, NETWORK: 0.0}
-    if method in _FREE:
-        return found
-    own = Cost.recorded(header.meta.get("metrics", {}))
-    if own is None or own.through not in found:
-        return None
-    found[own.through] += own.passes
-    for entry in header.inputs:
-        if entry["role"] == "base" and method in _METHODS_INCLUDING_BASE:
-            path = header.input_path(entry)
-            base = _sum_passes(read_header(path)) if path.is_file() else None
-            if base is None:
-                return None
-            found = {name: passes + base[name] for name, passes in found.items()}
-    return found
-
-
-def _count_training_passes(header: Header) -> float | None:
-    """Return the gradient passes that trained the checkpoint; None if unknown."""
-    network = header.path.with_name("map.safetensors")
-    return _count(read_header(network).meta) if network.is_file() else None
-
-
-def _count(recorded: Mapping[str, Any]) -> float | None:
-    passes = recorded.get("gradient_passes")
-    return float(passes) if isinstance(passes, int | float) and not isinstance(passes, bool) else None
-
-
 def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
     """Return the largest layout of theta within the span of the features; None to fit all of theta.
 
@@ -340,90 +226,6 @@ def suggest_default_learning_rate(learning_rate: float | None) -> Iterator[None]
         if learning_rate is not None:
             error.hint = LEAVE_OUT
         raise
-
-
-Options = TypeVar("Options", bound=SearchedPriorOptions)
-_SEARCH = "prior_search"
-_MAX_NUMBERS_PER_TRIAL = 2**28  # numbers drawn in a trial: 1 GiB
-
-
-def resolve_prior_choice(
-    run: Run, options: Options, val: Split | None, *, num_drawn: int, too_short: str | None = None
-) -> Options:
-    """Return the options, with inherit in place of auto and the reason reported if no search is possible.
-
-    Args:
-        val: labelled split to judge by, if any.
-        num_drawn: draws per trial.
-        too_short: what is too short for trials, if anything.
-    """
-    if options.prior_precision != AUTO:
-        return options
-    why = None
-    if not options.is_last_layer:
-        why = f"no search over \0layers\0 {options.layers}"
-    elif val is None:
-        why = "no labelled val split to search on"
-    elif num_drawn * val.layout.num_params > _MAX_NUMBERS_PER_TRIAL:
-        why = f"draws of {val.layout.num_params:,} parameters are too large to search"
-    elif too_short is not None:
-        why = f"{too_short}, too short to search"
-    if why is None:
-        return options
-    run.console.info(f"using the base's prior precision: {why}")
-    return replace(options, prior_precision=INHERIT)
-
-
-def read_stored_search(request: Request) -> dict[str, Any] | None:
-    """Return the metrics of a search from an interrupted run; None without one."""
-    found = read_recorded_choice(state_path(request.target), _SEARCH)
-    return found if isinstance(found, dict) and "prior_precision" in found else None
-
-
-def search_identity(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a resume state records of a search; empty without one."""
-    return {_SEARCH: dict(told)} if told else {}
-
-
-def prior_metrics(found: PriorClimb, prior: Prior, *, passes: float) -> dict[str, Any]:
-    """Return the metrics of a prior search for an artifact.
-
-    Args:
-        prior: the chosen one.
-        passes: gradient passes over the data of all trials.
-    """
-    return {
-        **prior.to_meta(),
-        "prior_precision_by": "val",
-        "prior_precision_base": found.trials[0].precision,
-        "prior_precision_curve": found.curve,
-        "prior_precision_search_cut": found.is_cut,
-        "prior_precision_search_passes": passes,
-    }
-
-
-def prior_line(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the search as a line for people; empty without a search."""
-    curve = metrics.get("prior_precision_curve")
-    if curve is None:
-        return []
-    nll, base = dict(curve), metrics["prior_precision_base"]
-    chosen = min(nll, key=lambda one: abs(one - metrics["prior_precision"]))
-    tried = ", ".join(f"{precision:.3g} {value:.4f}" for precision, value in curve)
-    cut = (
-        "; the search stopped because it had taken as long as the run itself"
-        if metrics["prior_precision_search_cut"]
-        else ""
-    )
-    if chosen == base:
-        return [
-            f"prior precision {chosen:.4g}, from the base: no other precision predicts val significantly better "
-            f"(NLL in short runs: {tried}){cut}"
-        ]
-    return [
-        f"prior precision {chosen:.4g}, which predicts val better than the base's {base:.4g} (NLL in short runs: "
-        f"{tried}){cut}"
-    ]
 
 
 _LARGE = 1 << 30  # bytes; a larger base file is not read a second time
