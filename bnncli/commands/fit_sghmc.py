@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from bnncli import __version__
 from bnncli.artifacts.resume import DrawFile
@@ -40,16 +40,16 @@ from bnncli.session.fits import (
     LEAVE_OUT,
     FitOutput,
     Fitting,
-    Report,
-    TargetFit,
-    produce_fit,
+    Method,
+    open_inputs,
+    require_steps,
+    run_fit,
     suggest_default_learning_rate,
-    weaker_prior,
 )
 from bnncli.session.inputs import open_posterior
-from bnncli.session.produce import Request, ResumableDraws, prepare_resumable_training
+from bnncli.session.produce import ResumableDraws, prepare_resumable_training
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
+from bnncli.session.val_report import measure_on_val, val_lines
 
 CYCLICAL, SGHMC, SGLD = "cyclical", "sghmc", "sgld"
 BASE, RMSPROP, NONE = "base", "rmsprop", "none"
@@ -248,31 +248,50 @@ _CHAIN_VECTORS = 12
 
 def run(run: Run, options: FitSghmcOptions) -> Result:
     """Sample and publish. The result's metrics have R-hat, effective sample sizes and the bias of steps and minibatches."""
-    num_draws = options.chains * options.num_cycles * options.num_draws
+    inputs = open_inputs(run, options)
+    run.require_device()
+    return run_fit(SghmcSampling(inputs, options))
 
-    def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
-        return StochasticFitPlan(
+
+@dataclass(frozen=True)
+class SghmcSampling(Method):
+    """One request for draws."""
+
+    name: ClassVar[str] = "sghmc"
+    kind: ClassVar[str] = "samples"
+    algo_rev: ClassVar[int] = _revisions.FIT_SGHMC
+    options: FitSghmcOptions
+
+    @property
+    def num_draws(self) -> int:
+        """Return the draws of all chains together."""
+        return self.options.chains * self.options.num_cycles * self.options.num_draws
+
+    def estimate_memory(self) -> int:
+        """Return the peak memory in bytes. Raises DeviceError if it is short."""
+        options = self.options
+        plan = StochasticFitPlan(
             _CHAIN_VECTORS * options.chains,
             options.chains,
             options.examples_a_step,
-            num_kept=num_draws,
-            num_predicting=num_draws,
+            num_kept=self.num_draws,
+            num_predicting=self.num_draws,
         )
+        num_bases = 2 if options.may_whiten else 0  # as it is read, and in the precision of steps
+        hint = "use fewer \0chains\0 or a smaller \0batch_size\0"
+        return require_steps(self.inputs, plan, method=self.name, hint=hint, num_bases=num_bases)
 
-    def work(fitting: Fitting) -> FitOutput:
-        return sample_chains(fitting, options)
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+        return memory.draw_storage_bytes(self.inputs.layout.num_params, self.num_draws)
 
-    asked = TargetFit(
-        "sghmc",
-        _revisions.FIT_SGHMC,
-        stepping,
-        lambda num_params: memory.draw_storage_bytes(num_params, num_draws),
-        work,
-        kind="samples",
-        hint="use fewer \0chains\0 or a smaller \0batch_size\0",
-        num_bases=2 if options.may_whiten else 0,  # as it is read, and in the precision of steps
-    )
-    return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Run the chains and judge them."""
+        return sample_chains(fitting, self.options)
+
+    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+        """Return the summary for people."""
+        return format_summary(metrics)
 
 
 def sample_chains(fitting: Fitting, options: FitSghmcOptions) -> FitOutput:
@@ -310,7 +329,7 @@ def sample_chains(fitting: Fitting, options: FitSghmcOptions) -> FitOutput:
     if fitting.val is not None:
         posterior = Samples(drawn.draws, target.layout).to(run.device)
         metrics |= measure_on_val(run, posterior, fitting.val, method="sghmc")
-    meta = {**fitting.meta, "type": "samples"}
+    meta = {**fitting.describe_target("sghmc"), "type": "samples"}
     return FitOutput(
         {}, meta, metrics, fitting.train, write=partial(_write, fitting, drawn), publishing=resume.publishing
     )
@@ -396,7 +415,7 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
         judges = head_judges(run, train, fitting.val)
     else:
         judged_by = "train" if fitting.val is None else "heldout"
-        judges = {judged_by: network_judge(run, target, fitting.val or train)}  # type: ignore[arg-type]
+        judges = {judged_by: network_judge(run, target, fitting.val or train)}
     return {
         "sampler": options.chosen_sampler,
         "chains": options.chains,
@@ -495,12 +514,6 @@ def _write(
         provenance=provenance,
         may_replace=may_replace,
     )
-
-
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="sghmc", also=weaker_prior(meta))
-    return Report(metrics, format_summary(metrics))
 
 
 def format_summary(metrics: dict[str, Any]) -> list[str]:

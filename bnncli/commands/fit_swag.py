@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from bnncli.errors import DataError, UsageError
 from bnncli.inference.network_memory import StochasticFitPlan
@@ -22,16 +21,16 @@ from bnncli.session.fits import (
     LEAVE_OUT,
     FitOutput,
     Fitting,
-    Report,
-    TargetFit,
+    Method,
     compare_with_base,
-    produce_fit,
+    open_inputs,
+    require_steps,
+    run_fit,
     suggest_default_learning_rate,
-    weaker_prior,
 )
-from bnncli.session.produce import Request, prepare_resumable_training
+from bnncli.session.produce import prepare_resumable_training
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
+from bnncli.session.val_report import measure_on_val, val_lines
 
 
 @dataclass(frozen=True)
@@ -135,25 +134,42 @@ _VECTORS = 12  # of P numbers: theta, momentum, gradients, mean and squares, and
 
 def run(run: Run, options: FitSwagOptions) -> Result:
     """Fit and publish. The result's metrics have the learning rate and the spread."""
+    inputs = open_inputs(run, options)
+    run.require_device()
+    return run_fit(SwagRun(inputs, options))
 
-    def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
-        num_predicting = Mc().default_for(num_params, is_last_layer=options.is_last_layer)
-        # The deviations in two precisions, their orthonormal basis, and copies in a state.
-        num_vectors = _VECTORS + 4 * options.num_columns
-        return StochasticFitPlan(num_vectors, 1, options.examples_a_step(num_examples), num_predicting=num_predicting)
 
-    def work(fitting: Fitting) -> FitOutput:
-        return fit_gaussian(fitting, options)
+@dataclass(frozen=True)
+class SwagRun(Method):
+    """One fit of a Gaussian to the iterates of SGD."""
 
-    asked = TargetFit(
-        "swag",
-        _revisions.FIT_SWAG,
-        stepping,
-        lambda num_params: (4 * options.num_columns + 24) * num_params,
-        work,
-        hint="use a smaller \0rank\0 or \0batch_size\0",
-    )
-    return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
+    name: ClassVar[str] = "swag"
+    algo_rev: ClassVar[int] = _revisions.FIT_SWAG
+    options: FitSwagOptions
+
+    def estimate_memory(self) -> int:
+        """Return the peak memory in bytes. Raises DeviceError if it is short."""
+        options = self.options
+        plan = StochasticFitPlan(
+            # The deviations in two precisions, their orthonormal basis, and copies in a state.
+            _VECTORS + 4 * options.num_columns,
+            1,
+            options.examples_a_step(self.inputs.num_examples),
+            num_predicting=Mc().default_for(self.inputs.layout.num_params, is_last_layer=options.is_last_layer),
+        )
+        return require_steps(self.inputs, plan, method=self.name, hint="use a smaller \0rank\0 or \0batch_size\0")
+
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+        return (4 * self.options.num_columns + 24) * self.inputs.layout.num_params
+
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Fit the Gaussian and measure it."""
+        return fit_gaussian(fitting, self.options)
+
+    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+        """Return the summary for people."""
+        return format_summary(metrics)
 
 
 def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> FitOutput:
@@ -180,7 +196,9 @@ def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> FitOutput:
         metrics |= measure_on_val(run, found.gaussian, fitting.val, method="swag")
     tensors, meta = found.gaussian.to_tensors()
     tensors["history.log_joint"] = found.history
-    return FitOutput(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
+    return FitOutput(
+        tensors, {**meta, **fitting.describe_target("swag")}, metrics, fitting.train, publishing=resumable.publishing
+    )
 
 
 def _make_plan(
@@ -266,12 +284,6 @@ def list_warnings(metrics: dict[str, Any]) -> list[str]:
         had = "has" if metrics["num_still"] == 1 else "have"
         found.append(f"{counted(metrics['num_still'], 'parameter')} did not move and {had} almost no variance")
     return found
-
-
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="swag", also=weaker_prior(meta))
-    return Report(metrics, format_summary(metrics))
 
 
 def format_summary(metrics: dict[str, Any]) -> list[str]:

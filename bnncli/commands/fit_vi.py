@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import elbo
@@ -21,10 +20,18 @@ from bnncli.options.shared import GivenPriorOptions
 from bnncli.parameters.prior import initial_theta
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
-from bnncli.session.fits import FitOutput, Fitting, Report, TargetFit, compare_with_base, produce_fit, weaker_prior
-from bnncli.session.produce import Request, prepare_resumable_training
+from bnncli.session.fits import (
+    FitOutput,
+    Fitting,
+    Method,
+    compare_with_base,
+    open_inputs,
+    require_steps,
+    run_fit,
+)
+from bnncli.session.produce import prepare_resumable_training
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
+from bnncli.session.val_report import measure_on_val, val_lines
 
 # By default: a fit to 1,000 examples of 10 features ends 100 nats short of its ELBO after 200 steps, within 0.1 after 4,000.
 LEAST_STEPS, LEAST_NETWORK_STEPS = 4000, 2000
@@ -170,29 +177,43 @@ _VECTORS = (
 
 def run(run: Run, options: FitViOptions) -> Result:
     """Fit and publish. The result's metrics have the ELBO."""
+    inputs = open_inputs(run, options)
+    run.require_device()
+    return run_fit(VariationalFit(inputs, options))
 
-    def stepping(num_examples: int, num_params: int) -> StochasticFitPlan:
-        return StochasticFitPlan(
+
+@dataclass(frozen=True)
+class VariationalFit(Method):
+    """One fit of independent Gaussians."""
+
+    name: ClassVar[str] = "vi"
+    algo_rev: ClassVar[int] = _revisions.FIT_VI
+    options: FitViOptions
+
+    def estimate_memory(self) -> int:
+        """Return the peak memory in bytes. Raises DeviceError if it is short."""
+        options = self.options
+        plan = StochasticFitPlan(
             _VECTORS + 3 * options.draws_a_step,
             options.draws_a_step,
             options.examples_a_step,
-            num_predicting=Mc().default_for(num_params, is_last_layer=options.is_last_layer),
+            num_predicting=Mc().default_for(self.inputs.layout.num_params, is_last_layer=options.is_last_layer),
             num_judging=options.num_elbo_draws,
         )
+        draws = "use a smaller \0num_draws\0, or " if options.chosen_estimator == "reparam" else "use "
+        return require_steps(self.inputs, plan, method=self.name, hint=f"{draws}a smaller \0batch_size\0")
 
-    def work(fitting: Fitting) -> FitOutput:
-        return fit_gaussian(fitting, options)
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+        return 24 * self.inputs.layout.num_params
 
-    asked = TargetFit(
-        "vi",
-        _revisions.FIT_VI,
-        stepping,
-        lambda num_params: 24 * num_params,
-        work,
-        hint=("use a smaller \0num_draws\0, or " if options.chosen_estimator == "reparam" else "use ")
-        + "a smaller \0batch_size\0",
-    )
-    return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Fit the Gaussian and measure it."""
+        return fit_gaussian(fitting, self.options)
+
+    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+        """Return the summary for people."""
+        return format_summary(metrics)
 
 
 def fit_gaussian(fitting: Fitting, options: FitViOptions) -> FitOutput:
@@ -239,7 +260,9 @@ def fit_gaussian(fitting: Fitting, options: FitViOptions) -> FitOutput:
         metrics |= measure_on_val(run, found.gaussian, fitting.val, method="vi")
     tensors, meta = found.gaussian.to_tensors()
     tensors["history.elbo"] = found.history
-    return FitOutput(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
+    return FitOutput(
+        tensors, {**meta, **fitting.describe_target("vi")}, metrics, fitting.train, publishing=resumable.publishing
+    )
 
 
 def _metrics(fitting: Fitting, options: FitViOptions, plan: ViPlan, found: ViFit) -> dict[str, Any]:
@@ -293,12 +316,6 @@ def _measure_shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[di
     is_large = left.is_large(len(gaussian.mean))
     doubt = f"is about {left.value:.3g} nats below its maximum" if is_large else None
     return {"value": left.value, "standard_error": left.standard_error, "is_large": is_large}, doubt
-
-
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="vi", also=weaker_prior(meta))
-    return Report(metrics, format_summary(metrics))
 
 
 def format_summary(metrics: dict[str, Any]) -> list[str]:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 from bnncli import __version__, registry
 from bnncli.artifacts.resume import DrawFile
@@ -37,7 +37,7 @@ from bnncli.options.shared import (
     find_unmet_conditions,
     parse_until,
 )
-from bnncli.parameters.layouts import MatrixLayout
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
@@ -57,20 +57,16 @@ from bnncli.session.costs import Cost
 from bnncli.session.fits import (
     Base,
     FitOutput,
+    Fitting,
+    Method,
     Report,
-    find_base,
-    posterior_request,
-    prior_of,
-    produce_posterior,
-    request_params,
-    request_sources,
+    open_inputs,
     row_space,
+    run_fit,
     span_to_fit,
-    weaker_prior,
 )
-from bnncli.session.inputs import Split, load_split, open_posterior
-from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
-from bnncli.session.out_of_fold import fit_on_meta, keep_if_held_out, load_fitted, read_fitted_splits, require_features
+from bnncli.session.inputs import Split, open_posterior
+from bnncli.session.out_of_fold import fit_on_meta
 from bnncli.session.prior_choice import (
     prior_line,
     prior_metrics,
@@ -80,7 +76,7 @@ from bnncli.session.prior_choice import (
 )
 from bnncli.session.produce import Request, Resumable, ResumableDraws
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
+from bnncli.session.val_report import measure_on_val, val_lines
 from bnncli.structures import Covariance
 from bnncli.system.memory import budget
 from bnncli.system.workers import team
@@ -227,21 +223,80 @@ def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish. The result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
     if options.max_draws is not None and options.until is None:
         raise UsageError("--max-draws is a limit for --until; give --until too")
-    require_features(run)
-    base = find_base(run, options)
-    train = load_fitted(run, read_fitted_splits(base.header if base else None))
-    held_out = keep_if_held_out(train, load_split(run, "val") if "val" in run.folder.splits() else None)
+    inputs = open_inputs(run, options)
     num_drawn = options.chains * options.trial_draws[1]
     too_short = f"a quarter of the draws is {num_drawn}" if num_drawn < _LEAST_DRAWS else None
-    options = resolve_prior_choice(run, options, _skip_unlabeled(held_out), num_drawn=num_drawn, too_short=too_short)
+    options = resolve_prior_choice(run, options, inputs.val, num_drawn=num_drawn, too_short=too_short)
     run.require_device()
-    prepare = _prepare_last_layer if options.is_last_layer else _prepare_network
-    request, fit = prepare(run, options, train, held_out, base)
-    return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta, options))
+    return run_fit(Hmc(inputs, options))
 
 
-def _skip_unlabeled(split: Split | None) -> Split | None:
-    return None if split is None or split.content.labels is None else split
+@dataclass(frozen=True)
+class Hmc(Method):
+    """One request for draws from the exact posterior."""
+
+    name: ClassVar[str] = "hmc"
+    kind: ClassVar[str] = "samples"
+    options: HmcOptions
+
+    @cached_property
+    def span(self) -> HeadLayout | None:
+        """Return the layout within the span of the features, where the chains move; None where they move over theta."""
+        return span_to_fit(self.inputs.run, self.inputs.train) if self.options.is_last_layer else None
+
+    @property
+    def algo_rev(self) -> int:
+        """Return the revision of the algorithm."""
+        if not self.options.is_last_layer:
+            return _revisions.HMC_OF_LAYERS
+        return _revisions.of_hmc(in_span=self.span is not None, num_params=self.inputs.layout.num_params)
+
+    def estimate_memory(self) -> int | None:
+        """Return the peak memory in bytes; None for the last layer, where it is only checked."""
+        inputs, options, base = self.inputs, self.options, self.inputs.base
+        layout, device = inputs.layout, inputs.run.device_name
+        if options.is_last_layer:
+            whole = inputs.train.layout if self.span else None
+            memory.require_sampling(self.span or inputs.train.layout, device, num_chains=options.chains, whole=whole)
+            return None
+        assert isinstance(layout, ModuleLayout)
+        rough = registry.load_class("network_curvature", NetworkTarget.rough_structure)
+        base_bytes = 8 * int(rough.num_elements(layout))
+        if base is not None and base.is_gaussian:
+            base_bytes = base.path.stat().st_size
+        plan = NetworkDraws(layout, inputs.num_examples, inputs.num_val, base_bytes)
+        return plan.require_sampling(inputs.run.device, num_chains=options.chains, num_draws=options.draws)
+
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+        return memory.draw_storage_bytes(self.inputs.layout.num_params, self.options.chains * self.options.draws)
+
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Choose the prior precision if asked, find the whitening Gaussian, and draw."""
+        run, options, prior = fitting.run, self.options, fitting.prior
+        if not options.is_last_layer:
+            return Sampling(run, options, fitting.request, prior, whiten_network(fitting)).fit()
+
+        def space_at(prior: Prior, before: Space | None) -> Space:
+            return whiten_last_layer(fitting, options, prior=prior, span=self.span, before=before)
+
+        search = dict[str, Any]()
+        if options.prior_precision == AUTO and fitting.val is not None:
+            search = (read_stored_search(fitting.request) if options.resume else None) or choose_prior(
+                run, options, prior, fitting.val, space_at
+            )
+            prior = Prior.from_meta(search, mean=prior.mean) or prior
+        space = space_at(prior, None)
+        space = replace(space, passes=space.passes + search.get("prior_precision_search_passes", 0))
+        return Sampling(run, options, fitting.request, prior, space, search).fit()
+
+    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+        """Return the summary for people."""
+        return format_summary(metrics)
+
+    def describe(self, request: Request, meta: Mapping[str, Any]) -> Report:
+        """Return the metrics, the summary, and the failure where --until or --max-rhat is not met."""
+        return replace(super().describe(request, meta), failure=find_failure(meta["metrics"], self.options))
 
 
 @dataclass(frozen=True)
@@ -283,64 +338,20 @@ class Space:
     smallest_group: int = 1
 
 
-def _prepare_last_layer(
-    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
-) -> tuple[Request, Callable[[], FitOutput]]:
-    """Return the request for draws of the last layer, and the function that draws them."""
-    span = span_to_fit(run, train)
-    sizes: dict[str, Any] = {"num_chains": options.chains, "whole": train.layout if span else None}
-    request = posterior_request(
-        run,
-        "hmc",
-        kind="samples",
-        params=request_params(run, options, base),
-        algo_rev=_revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params),
-        sources=request_sources(train, held_out, base),
-        checkpoint=train.checkpoint,
-        estimated_bytes=lambda: memory.draw_storage_bytes(train.layout.num_params, options.chains * options.draws),
-        require=lambda: memory.require_sampling(span or train.layout, run.device_name, **sizes),
-    )
-
-    def fit() -> FitOutput:
-        def space_at(prior: Prior, before: Space | None) -> Space:
-            return whiten_last_layer(run, options, train, held_out, prior=prior, base=base, span=span, before=before)
-
-        prior, search = prior_of(options, base), dict[str, Any]()
-        if options.prior_precision == AUTO and held_out is not None:
-            search = (read_stored_search(request) if options.resume else None) or choose_prior(
-                run, options, prior, held_out, space_at
-            )
-            prior = Prior.from_meta(search, mean=prior.mean) or prior
-        space = space_at(prior, None)
-        space = replace(space, passes=space.passes + search.get("prior_precision_search_passes", 0))
-        return Sampling(run, options, request, prior, space, search).fit()
-
-    return request, fit
-
-
 _SMALLEST_GROUP = 4  # chains per batch; on two cores a chain costs a third more in smaller batches, a tenth less in 16
 
 
 def whiten_last_layer(
-    run: Run,
-    options: HmcOptions,
-    train: Split,
-    held_out: Split | None,
-    *,
-    prior: Prior,
-    base: Base | None,
-    span: MatrixLayout | None,
-    before: Space | None = None,
+    fitting: Fitting, options: HmcOptions, *, prior: Prior, span: HeadLayout | None, before: Space | None = None
 ) -> Space:
     """Return the space whitened by the Gaussian at the exact mode of the last layer's target.
 
     Args:
-        held_out: val split, whose predictions are judged too; None without one.
         prior: prior of the target.
-        base: posterior whose Gaussian is used where it is that of the same target.
         span: layout inside the span of the features, where the chains move; None where they move over theta.
         before: space of another prior, whose mode is the start of the search for this one's.
     """
+    run, train, base = fitting.run, fitting.train, fitting.base
     target = train.target(prior, run.device)
     whole = train.layout if span else None
     own = memory.automatic_structure(span or train.layout, budget(run.device), device=run.device, whole=whole)
@@ -363,7 +374,7 @@ def whiten_last_layer(
                     f"fit-laplace's {own} one: computing it should take no longer than the draws, and the draws "
                     "should be less correlated"
                 )
-            start = train.start().to(run.device)
+            start = fitting.start
             if rows is not None:
                 target, start = rows.target(target), rows.reduce(start)
             start = start if before is None else before.center
@@ -378,8 +389,8 @@ def whiten_last_layer(
         identity=gaussian.covariance.structure,
         complete=None if rows is None else partial(complete_draws, rows=rows, prior=prior.to(run.device)),
         coarse=choose_gradient(options.gradients, target, gaussian.mean),
-        predictions=head_judges(run, train, held_out),
-        val=_skip_unlabeled(held_out),
+        predictions=head_judges(run, train, fitting.val),
+        val=fitting.val,
         meta={**fit_on_meta(base.header if base else None), **({} if rows is None else {"row_space_rank": rows.rank})},
         passes=tally.passes,
         smallest_group=_SMALLEST_GROUP,
@@ -453,112 +464,29 @@ def choose_prior(
     return prior_metrics(found, found.best.found[0], passes=passes)
 
 
-@dataclass(frozen=True)
-class PreparedChains:
-    """A run that has been planned but has not read its data.
-
-    Attributes:
-        reader: reads the network and the inputs.
-        layout: layout of the chosen parameters.
-        planned_bytes: memory at the peak.
-    """
-
-    reader: NetworkReader
-    layout: ModuleLayout
-    planned_bytes: int
-
-
-def _prepare_network(
-    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
-) -> tuple[Request, Callable[[], FitOutput]]:
-    """Return the request for draws of the network's chosen parameters, and the function that draws them."""
-    if train.content.head_weight is None:
-        raise UsageError(f"--layers {options.layers}: this run has only features, no network")
-
-    @cache
-    def prepared() -> PreparedChains:
-        return plan_chains(run, options, train, held_out, base)
-
-    def estimated_bytes() -> int:
-        if request.target.is_file() and not run.write.force:
-            return request.target.stat().st_size  # up to date: no code runs for that
-        return memory.draw_storage_bytes(prepared().layout.num_params, options.chains * options.draws)
-
-    used = [split for split in (train, held_out) if split is not None]
-    request = posterior_request(
-        run,
-        f"hmc{options.layers_suffix}",
-        kind="samples",
-        params=request_params(run, options, base),
-        algo_rev=_revisions.HMC_OF_LAYERS,
-        sources=[*request_sources(train, held_out, base), *network_sources(used)],
-        checkpoint=train.checkpoint,
-        estimated_bytes=estimated_bytes,
-        require=prepared,
-        estimated_memory=lambda: prepared().planned_bytes,
+def whiten_network(fitting: Fitting) -> Space:
+    """Return the space of the network's chosen parameters, whitened by the base's Gaussian or a rough one."""
+    run, whole, val, target = fitting.run, fitting.train, fitting.val, fitting.target
+    with counting_passes() as tally:
+        center, covariance = _network_gaussian(run, target, whole, fitting.base)
+    judged_by, judged = ("train", whole) if val is None else ("heldout", val)
+    return Space(
+        whole,
+        target,
+        center,
+        covariance,
+        identity=f"{covariance.structure} {tensor_digest({'center': center, **covariance.to_tensors()})}",
+        dispersion=1.0,  # draws from the Gaussian; from twice its width the chains of a network take long to return
+        predictions={judged_by: network_judge(run, target, judged)},
+        judged_by=judged_by,
+        val=val,
+        meta={**fitting.inputs.options.layers_params, **whole.layout.to_meta()},
+        passes=tally.passes,
     )
-
-    def fit() -> FitOutput:
-        prior = prior_of(options, base)
-        return _sample_network(run, options, request, train, held_out, prior=prior, base=base, reader=prepared().reader)
-
-    return request, fit
-
-
-def plan_chains(
-    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
-) -> PreparedChains:
-    """Plan a run from the network and the first example. Raises DeviceError where the chains do not fit in memory."""
-    reader, val = NetworkReader.of(run, options), _skip_unlabeled(held_out)
-    with reader.recorded.visible():
-        layout = reader.layout(train, options.layers)
-        num_val = 0 if val is None else len(val.content.features)
-        rough = registry.load_class("network_curvature", NetworkTarget.rough_structure)
-        base_bytes = 8 * int(rough.num_elements(layout))
-        if base is not None and base.is_gaussian:
-            base_bytes = base.path.stat().st_size
-        plan = NetworkDraws(layout, len(train.content.features), num_val, base_bytes)
-        planned = plan.require_sampling(run.device, num_chains=options.chains, num_draws=options.draws)
-    return PreparedChains(reader, layout, planned)
-
-
-def _sample_network(
-    run: Run,
-    options: HmcOptions,
-    request: Request,
-    train: Split,
-    held_out: Split | None,
-    *,
-    prior: Prior,
-    base: Base | None,
-    reader: NetworkReader,
-) -> FitOutput:
-    with reader.recorded.visible():
-        whole = reader.split(train, options.layers)
-        target = whole.target(prior, run.device)
-        with counting_passes() as tally:
-            center, covariance = _network_gaussian(run, target, whole, base)
-        labeled = _skip_unlabeled(held_out)
-        val = None if labeled is None else reader.split(labeled, options.layers)
-        judged_by, judged = ("train", whole) if val is None else ("heldout", val)
-        space = Space(
-            whole,
-            target,
-            center,
-            covariance,
-            identity=f"{covariance.structure} {tensor_digest({'center': center, **covariance.to_tensors()})}",
-            dispersion=1.0,  # draws from the Gaussian; from twice its width the chains of a network take long to return
-            predictions={judged_by: network_judge(run, target, judged)},
-            judged_by=judged_by,
-            val=val,
-            meta={"layers": options.layers, **whole.layout.to_meta()},
-            passes=tally.passes,
-        )
-        return Sampling(run, options, request, prior, space).fit()
 
 
 def _network_gaussian(
-    run: Run, target: NetworkTarget, whole: NetworkSplit, base: Base | None
+    run: Run, target: NetworkTarget, whole: Split, base: Base | None
 ) -> tuple[torch.Tensor, Covariance]:
     """Return the mean and covariance of the base's Gaussian or, without one, of a rough Gaussian at the network's weights."""
     if base is not None and base.is_gaussian:
@@ -801,12 +729,6 @@ def sample_file(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
         constants=prior.to_constants(),
         theta=None if train.is_last_layer else draws.numpy(),
     )
-
-
-def _report(run: Run, request: Request, meta: Mapping[str, Any], options: HmcOptions) -> Report:
-    metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="hmc", also=weaker_prior(meta))
-    return Report(metrics, format_summary(metrics), find_failure(metrics, options))
 
 
 def format_summary(metrics: dict[str, Any]) -> list[str]:

@@ -17,7 +17,6 @@ from bnncli.evaluation.convergence import (
 from bnncli.lazy import torch
 from bnncli.names import counted
 from bnncli.session.inputs import Split
-from bnncli.session.network_splits import NetworkSplit
 from bnncli.session.run import Run
 from bnncli.targets.network import NetworkTarget
 
@@ -36,7 +35,7 @@ def head_judges(run: Run, train: Split, held_out: Split | None) -> dict[str, Jud
     return {"heldout": partial(_judge_held_out, run, train, held_out)}
 
 
-def network_judge(run: Run, target: NetworkTarget, split: NetworkSplit) -> Judge:
+def network_judge(run: Run, target: NetworkTarget, split: Split) -> Judge:
     """Return a function that measures convergence of a network's predictions on a split."""
     rows = select_diagnostic_rows(run, split)
     examples = target.held_out(split.stored[rows].to(run.device), split.labels(run.device)[rows.to(run.device)])

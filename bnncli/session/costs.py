@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
-
-if TYPE_CHECKING:
-    pass
-
 
 HEAD, NETWORK = "head", "network"
 

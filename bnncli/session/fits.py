@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bnncli import registry
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import write_posterior
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, NumericError, UsageError
-from bnncli.inference import memory
-from bnncli.inference.network_memory import StochasticFitPlan, require_steps
+from bnncli.inference import memory, network_memory
+from bnncli.inference.network_memory import StochasticFitPlan
 from bnncli.likelihoods import name_to_record
-from bnncli.options.shared import TargetOptions
+from bnncli.options.shared import LayersOptions, TargetOptions
 from bnncli.parameters.layouts import HeadLayout, reduced_layout
 from bnncli.parameters.prior import Prior
 from bnncli.session import predictions
@@ -33,7 +34,7 @@ from bnncli.session.out_of_fold import (
 )
 from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import load_labeled_val
+from bnncli.session.val_report import load_labeled_val, warn_if_worse
 from bnncli.system.memory import budget
 
 if TYPE_CHECKING:
@@ -317,86 +318,78 @@ def prior_of(options: TargetOptions, base: Base | None) -> Prior:
     return Prior(options.given_precision)
 
 
-def request_params(run: Run, options: TargetOptions, base: Base | None) -> dict[str, Any]:
-    """Return the options that the request records."""
-    return {**options.params(), "base": None if base is None else base.path.stem, "seed": run.compute.seed}
-
-
-def request_sources(train: Split, held_out: Split | None, base: Base | None) -> Sequence[Source]:
-    """Return the sources of the posterior: features and base."""
-    return unique_sources(train, held_out) + ([base.source] if base else [])
-
-
 @dataclass(frozen=True)
-class Fitting:
-    """Inputs of a fit.
+class FitInputs:
+    """Opened inputs of a fit.
 
     Attributes:
-        request: of the artifact.
-        prior: of the target.
-        base: source of the prior; None if the precision was given.
-        train, val: features, or inputs of the loaded network, depending on the posterior; val is labelled, or None.
-        target: log posterior of train, on the device.
-        meta: what the artifact records of the above.
+        options: layers of the posterior, and whether the network's code may run.
+        train: rows to fit to.
+        val: labelled rows to judge the posterior on, none of which it is fitted to; None without any.
+        base: source of the prior; None if the options give a precision.
+        more: further sources.
     """
 
     run: Run
-    request: Request
-    prior: Prior
-    base: Base | None
+    options: LayersOptions
     train: Split
     val: Split | None
-    target: Any
-    meta: Mapping[str, Any]
+    base: Base | None = None
+    more: tuple[Source, ...] = ()
 
     @property
-    def is_last_layer(self) -> bool:
-        """Return whether the target is over the last layer."""
-        return self.train.is_last_layer
+    def num_examples(self) -> int:
+        """Return the number of rows to fit to."""
+        return len(self.train.content.features)
 
     @property
-    def start(self) -> torch.Tensor:
-        """Return the trained network's parameters, (P,) float64 on the device; zeros without a network."""
-        return self.train.start().to(self.run.device)
+    def num_val(self) -> int:
+        """Return the number of rows to judge on."""
+        return 0 if self.val is None else len(self.val.content.features)
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """Return the sources of the splits, the base and the network."""
+        found = unique_sources(self.train, self.val) + ([self.base.source] if self.base else [])
+        if not self.options.is_last_layer:
+            found += network_sources([split for split in (self.train, self.val) if split is not None])
+        return *found, *self.more
+
+    @cached_property
+    def reader(self) -> NetworkReader:
+        """Return the reader of the network and its inputs, for other layers than the last."""
+        from bnncli.session.network_splits import NetworkReader
+
+        return NetworkReader.of(self.run, self.options)
+
+    def visible(self) -> AbstractContextManager[object]:
+        """Return a context in which the network's code can be imported."""
+        return nullcontext() if self.options.is_last_layer else self.reader.recorded.visible()
+
+    @cached_property
+    def layout(self) -> HeadLayout | ModuleLayout:
+        """Return the layout of the parameters, read from the network for other layers than the last."""
+        if self.options.is_last_layer:
+            return self.train.layout
+        with self.visible():
+            return self.reader.layout(self.train, self.options.layers)
+
+    @contextmanager
+    def read(self) -> Iterator[tuple[Split, Split | None]]:
+        """Yield train and val as the posterior sees them: their features, or the network's inputs."""
+        if self.options.is_last_layer:
+            yield self.train, self.val
+            return
+        reader, layers = self.reader, self.options.layers
+        with self.visible():
+            yield reader.split(self.train, layers), None if self.val is None else reader.split(self.val, layers)
 
 
-@dataclass(frozen=True)
-class TargetFit:
-    """What a command requests from a fit to a target.
-
-    Attributes:
-        method: its name, which starts the posterior's default name.
-        kind: of the file: posterior or samples.
-        algo_rev: revision of the algorithm.
-        stepping: memory of the work, from the numbers of examples and parameters.
-        stored_bytes: of the file, from the number of parameters.
-        work: does the fit.
-        params: what the request records besides the options.
-        hint: what to do if memory is short.
-        num_bases: copies of a Gaussian base, each as large as its file, that the work holds.
-    """
-
-    method: str
-    algo_rev: int
-    stepping: Callable[[int, int], StochasticFitPlan]
-    stored_bytes: Callable[[int], int]
-    work: Callable[[Fitting], FitOutput]
-    kind: str = "posterior"
-    params: Mapping[str, Any] = field(default_factory=dict)
-    hint: str = "use a smaller \0batch_size\0"
-    num_bases: int = 0
-
-
-def produce_fit(
-    run: Run, options: TargetOptions, asked: TargetFit, report: Callable[[Request, Mapping[str, Any]], Report]
-) -> Result:
-    """Run one fit to a target and return its result.
-
-    Args:
-        report: reports on the artifact from its request and meta.
+def open_inputs(run: Run, options: TargetOptions) -> FitInputs:
+    """Open the base, the rows it was fitted to, and labelled val.
 
     Raises:
-        BnnError: an input is missing or does not fit, or memory is short.
+        BnnError: one is missing or does not fit.
     """
     require_features(run)
     base = find_base(run, options)
@@ -404,10 +397,180 @@ def produce_fit(
     val = keep_if_held_out(train, load_labeled_val(run))
     if not options.is_last_layer and train.content.head_weight is None:
         raise UsageError(f"\0layers\0 {options.layers}: this run has only features, no network")
-    run.require_device()
-    job = _Job(run, options, asked, train, val, base)
-    request = job.request()
-    return produce_posterior(run, request, lambda: job.fit(request), lambda meta: report(request, meta))
+    return FitInputs(run, options, train, val, base)
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A fit in progress.
+
+    Attributes:
+        request: of the artifact.
+        train, val: rows as the posterior sees them: features, or inputs of the loaded network.
+    """
+
+    inputs: FitInputs
+    request: Request
+    train: Split
+    val: Split | None
+
+    @property
+    def run(self) -> Run:
+        """Return the run."""
+        return self.inputs.run
+
+    @property
+    def base(self) -> Base | None:
+        """Return the source of the prior."""
+        return self.inputs.base
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Return whether the target is over the last layer."""
+        return self.train.is_last_layer
+
+    @cached_property
+    def prior(self) -> Prior:
+        """Return the prior of the target, from the base or the options."""
+        return prior_of(cast(TargetOptions, self.inputs.options), self.base)
+
+    @cached_property
+    def target(self) -> Any:
+        """Return the log posterior of train, on the device."""
+        return self.train.target(self.prior, self.run.device)
+
+    @property
+    def start(self) -> torch.Tensor:
+        """Return the trained network's parameters, (P,) float64 on the device; zeros without a network."""
+        return self.train.start().to(self.run.device)
+
+    def describe_target(self, method: str) -> dict[str, Any]:
+        """Return what the artifact records of the target."""
+        layout = self.train.layout
+        meta = {
+            "method": method,
+            **self.inputs.options.layers_params,
+            **self.prior.to_meta(),
+            **fit_on_meta(self.base.header if self.base else None),
+            **name_to_record(layout.likelihood_name),
+            "param_layout": layout.to_json(),
+        }
+        return meta if self.is_last_layer else meta | layout.to_meta()
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """One way to fit a posterior, with its inputs and options.
+
+    Attributes:
+        name: start of the posterior's default name.
+        kind: of the file: posterior or samples.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[str] = "posterior"
+    inputs: FitInputs
+    options: Any
+
+    @property
+    @abstractmethod
+    def algo_rev(self) -> int:
+        """Return the revision of the algorithm."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Return what identifies the fit, besides its sources."""
+        base = self.inputs.base
+        return {
+            **self.options.params(),
+            "base": None if base is None else base.path.stem,
+            "seed": self.inputs.run.compute.seed,
+        }
+
+    @abstractmethod
+    def estimate_memory(self) -> int | None:
+        """Return the peak memory of the work in bytes; None if it was only checked.
+
+        Raises:
+            DeviceError: memory is short.
+        """
+
+    @abstractmethod
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+
+    @abstractmethod
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Do the work."""
+
+    @abstractmethod
+    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+        """Return the summary for people."""
+
+    def describe(self, request: Request, meta: Mapping[str, Any]) -> Report:
+        """Report on a new or existing posterior. Warn where the network predicts val better."""
+        metrics = meta["metrics"]
+        warn_if_worse(self.inputs.run, request.target, metrics, method=self.name, also=weaker_prior(meta))
+        return Report(metrics, self.summarize(metrics))
+
+
+def run_fit(method: Method) -> Result:
+    """Fit and publish a posterior, unless it is up to date.
+
+    Raises:
+        BnnError: an input is missing or does not fit, or memory is short.
+    """
+    inputs, run = method.inputs, method.inputs.run
+
+    @cache
+    def estimated_memory() -> int | None:
+        with inputs.visible():
+            return method.estimate_memory()
+
+    def estimated_bytes() -> int:
+        if request.target.is_file() and not run.write.force:
+            return request.target.stat().st_size  # up to date, so no code runs
+        with inputs.visible():
+            return method.estimate_disk()
+
+    request = posterior_request(
+        run,
+        f"{method.name}{inputs.options.layers_suffix}",
+        kind=method.kind,
+        params=method.params,
+        algo_rev=method.algo_rev,
+        sources=inputs.sources,
+        checkpoint=inputs.train.checkpoint,
+        estimated_bytes=estimated_bytes,
+        require=estimated_memory,
+        estimated_memory=estimated_memory,
+    )
+
+    def fit() -> FitOutput:
+        with inputs.read() as (train, val):
+            return method.fit(Fitting(inputs, request, train, val))
+
+    return produce_posterior(run, request, fit, partial(method.describe, request))
+
+
+def require_steps(inputs: FitInputs, plan: StochasticFitPlan, *, method: str, hint: str, num_bases: int = 0) -> int:
+    """Return the peak memory of a stochastic fit in bytes.
+
+    Args:
+        num_bases: copies of a Gaussian base, each as large as its file, that the work holds.
+
+    Raises:
+        DeviceError: memory is short.
+    """
+    layout, num_examples = inputs.layout, inputs.num_examples
+    if inputs.options.is_last_layer:
+        needed = plan.head_bytes(cast(HeadLayout, layout), num_examples)
+    else:
+        needed = plan.network_bytes(cast("ModuleLayout", layout), num_examples, inputs.num_val, inputs.run.device)
+    if inputs.base is not None and inputs.base.is_gaussian:
+        needed += num_bases * inputs.base.path.stat().st_size
+    what = f"fit-{method} of {layout.num_params:,} parameters"
+    return network_memory.require_steps(needed, inputs.run.device_name, what=what, hint=hint)
 
 
 def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
@@ -423,102 +586,3 @@ def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
         f"run it again with a weaker prior than \0prior_precision\0 {precision:.3g}, which may suit only the "
         "linearised network"
     ]
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One request with its inputs loaded."""
-
-    run: Run
-    options: TargetOptions
-    asked: TargetFit
-    train: Split
-    val: Split | None
-    base: Base | None
-
-    def request(self) -> Request:
-        """Return the request with its memory estimate."""
-        run, options, asked = self.run, self.options, self.asked
-        used = [split for split in (self.train, self.val) if split is not None]
-        sources = [*request_sources(self.train, self.val, self.base)]
-        sources += [] if options.is_last_layer else network_sources(used)
-        params = {**request_params(run, options, self.base), **asked.params}
-
-        @cache
-        def prepared() -> tuple[HeadLayout | ModuleLayout, int]:
-            return self._prepared()
-
-        def estimated_bytes() -> int:
-            if request.target.is_file() and not run.write.force:
-                return request.target.stat().st_size  # up to date, so no code runs
-            return asked.stored_bytes(prepared()[0].num_params)
-
-        request = posterior_request(
-            run,
-            f"{asked.method}{options.layers_suffix}",
-            kind=asked.kind,
-            params=params,
-            algo_rev=asked.algo_rev,
-            sources=sources,
-            checkpoint=self.train.checkpoint,
-            estimated_bytes=estimated_bytes,
-            require=prepared,
-            estimated_memory=lambda: prepared()[1],
-        )
-        return request
-
-    @cached_property
-    def _reader(self) -> NetworkReader:
-        from bnncli.session.network_splits import NetworkReader
-
-        return NetworkReader.of(self.run, self.options)
-
-    def _prepared(self) -> tuple[HeadLayout | ModuleLayout, int]:
-        """Return the layout and the bytes the work needs.
-
-        Raises:
-            DeviceError: memory is short.
-        """
-        num_examples = len(self.train.content.features)
-        layout: HeadLayout | ModuleLayout
-        if self.options.is_last_layer:
-            layout = self.train.layout
-            stepping = self.asked.stepping(num_examples, layout.num_params)
-            needed, device = stepping.head_bytes(layout, num_examples), self.run.device_name
-        else:
-            reader = self._reader
-            with reader.recorded.visible():
-                layout = reader.layout(self.train, self.options.layers)
-                stepping = self.asked.stepping(num_examples, layout.num_params)
-                held = 0 if self.val is None else len(self.val.content.features)
-                needed = stepping.network_bytes(layout, num_examples, held, self.run.device)
-                device = self.run.device_name
-        if self.base is not None and self.base.is_gaussian:
-            needed += self.asked.num_bases * self.base.path.stat().st_size
-        what = f"fit-{self.asked.method} of {layout.num_params:,} parameters"
-        return layout, require_steps(needed, device, what=what, hint=self.asked.hint)
-
-    def fit(self, request: Request) -> FitOutput:
-        """Fit to the splits as the posterior sees them."""
-        if self.options.is_last_layer:
-            return self.asked.work(self._fitting(request, self.train, self.val))
-        reader, layers = self._reader, self.options.layers
-        with reader.recorded.visible():
-            val = None if self.val is None else reader.split(self.val, layers)
-            return self.asked.work(self._fitting(request, reader.split(self.train, layers), val))
-
-    def _fitting(self, request: Request, train: Split, val: Split | None) -> Fitting:
-        prior = prior_of(self.options, self.base)
-        layout = train.layout
-        meta = {
-            "method": self.asked.method,
-            **self.options.layers_params,
-            **prior.to_meta(),
-            **fit_on_meta(self.base.header if self.base else None),
-            **name_to_record(layout.likelihood_name),
-            "param_layout": layout.to_json(),
-        }
-        if not self.options.is_last_layer:
-            meta |= layout.to_meta()
-        target = train.target(prior, self.run.device)
-        return Fitting(self.run, request, prior, self.base, train, val, target, meta)

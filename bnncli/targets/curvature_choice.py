@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bnncli import registry
-
-if TYPE_CHECKING:
-    pass
-
 
 GGN, HESSIAN, FISHER = KINDS = ("ggn", "hessian", "fisher")
 
