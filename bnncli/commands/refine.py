@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -36,16 +35,14 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
-from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior, span_of
+from bnncli.session.fits import Base, FitInputs, FitOutput, Fitting, Method, Report, run_fit, span_of
 from bnncli.session.inputs import Split, open_posterior, posterior_prior, posterior_source
-from bnncli.session.network_splits import NetworkReader, network_sources
 from bnncli.session.out_of_fold import (
     fit_on_meta,
     keep_if_held_out,
     load_fitted,
     read_fitted_splits,
     require_features,
-    unique_sources,
 )
 from bnncli.session.predictions import find_base
 from bnncli.session.predictor import default_integrator
@@ -211,41 +208,19 @@ COMMAND = Command(
 
 def run(run: Run, options: RefineOptions) -> Result:
     """Refine and publish. The result's metrics have the ELBO before and after."""
-    given = open_inputs(run, options)
-    if given.base_path is not None:
+    inputs = open_inputs(run, options)
+    options = cast(RefineOptions, inputs.options)
+    if inputs.base is not None:
         run.require_device()
-    options, layout = given.options, given.layout(run)
-    if given.base_path is None and options.prior_precision == AUTO:
+    elif options.prior_precision == AUTO:
         options = replace(options, prior_precision=INHERIT)
-    sizes = Sizes.of(given.span or layout, options.subspace, len(given.train.content.features))
+    layout = _read_layout(inputs)
+    span = span_of(inputs.base.header.meta) if inputs.base else None
+    sizes = Sizes.of(span or layout, options.subspace, inputs.num_examples)
     options = resolve(run, options, sizes)
-    options = _choose_prior_mode(run, options, given, layout.num_params)
-    sources = list(given.sources)
-    prior = _find_prior(run, options, given.base_path, sources)
-    plan = MemoryPlan(run, options, sizes, given)
-    request = posterior_request(
-        run,
-        f"refine{options.layers_suffix}",
-        params={**options.params(), "base": given.base_name, "seed": run.compute.seed},
-        algo_rev=_revisions.of_refine(options.chosen_flow, options.settings.get("scale")),
-        sources=sources,
-        checkpoint=given.train.checkpoint,
-        estimated_bytes=lambda: plan.stored_bytes(layout.num_params),
-        require=lambda: plan.required_bytes,
-        estimated_memory=lambda: plan.required_bytes,
-    )
-
-    def fit() -> FitOutput:
-        with _open_splits(options, plan.reader, given.train, given.val) as splits:
-            base_at = partial(_open_base, run, splits[0], given.base_path)
-            rows = fit_on_meta(given.header)
-            header = None if given.base_path is None else given.header
-            integrator = None if header is None else default_integrator(header)
-            return _refine(
-                run, options, splits, base_at, prior=prior, request=request, rows=rows, base_integrator=integrator
-            )
-
-    return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
+    options = _choose_prior_mode(options, inputs, layout.num_params)
+    prior, more = _find_prior(run, options, inputs.base)
+    return run_fit(Refinement(replace(inputs, more=more), options, sizes, layout.num_params, prior))
 
 
 @dataclass(frozen=True)
@@ -275,55 +250,31 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class StartInputs:
-    """Inputs of a refinement.
-
-    Attributes:
-        options: options as given, with the layers of the base.
-        train: labelled split to train on.
-        val: labelled split to score on, if any.
-        base_path: file of the base; None where the base is the prior.
-        header: header of that file, or of the posterior whose prior is the base.
-        span: row space that the base was fitted in, if any.
-        sources: sources of the splits, the base and the network.
-    """
-
-    options: RefineOptions
-    train: Split
-    val: Split | None
-    base_path: Path | None
-    header: Header | None
-    span: HeadLayout | None
-    sources: tuple[Source, ...]
-
-    @property
-    def base_name(self) -> str:
-        """Return the name of the base posterior, or `prior`."""
-        return self.base_path.stem if self.base_path else "prior"
-
-    def layout(self, run: Run) -> HeadLayout | ModuleLayout:
-        """Return the layout of theta.
-
-        Raises:
-            MissingInput: no Gaussian records the layout of other layers than the last.
-        """
-        if self.options.is_last_layer:
-            return self.train.layout
-        return recorded_layout((self.header or read_header(find_base(run, self.options, None))).meta)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Memory and disk that a refinement takes, computed when first needed.
+class Refinement(Method):
+    """One refinement of a Gaussian.
 
     Args:
         options: options, resolved.
+        num_params: P.
+        prior: prior of the base, or as given. The search for a prior precision starts there.
     """
 
-    run: Run
+    name: ClassVar[str] = "refine"
     options: RefineOptions
     sizes: Sizes
-    given: StartInputs
+    num_params: int
+    prior: Prior
+
+    @property
+    def algo_rev(self) -> int:
+        """Return the revision of the algorithm."""
+        return _revisions.of_refine(self.options.chosen_flow, self.options.settings.get("scale"))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Return what identifies the fit, besides its sources."""
+        found = super().params
+        return found if self.inputs.base else {**found, "base": "prior"}
 
     @cached_property
     def num_layer_params(self) -> int:
@@ -332,74 +283,146 @@ class MemoryPlan:
         layer = build_layers(options.chosen_flow, self.sizes.acted, torch.Generator(), length=1, **options.settings)[0]
         return (options.length or 0) * sum(part.numel() for part in layer.parameters())
 
-    @cached_property
-    def reader(self) -> NetworkReader | None:
-        """Return the reader of the network; None for the last layer."""
-        return None if self.options.is_last_layer else NetworkReader.of(self.run, self.options)
+    @property
+    def base_bytes(self) -> int:
+        """Return the size of the base's file; 0 for the prior."""
+        return 0 if self.inputs.base is None else self.inputs.base.path.stat().st_size
 
-    @cached_property
-    def required_bytes(self) -> int | None:
-        """Return the bytes of memory; None for a last layer. Raises DeviceError where they are not there."""
-        if self.reader is not None:
-            return self._require_network(self.reader)
-        given, options = self.given, self.options
-        if given.header is not None:
-            structure = str(given.header.meta.get("structure"))
-            memory.require_refinement(
-                structure,
-                cast(HeadLayout, self.sizes.layout),
-                self.run.device_name,
-                whole=given.train.layout if given.span else None,
-                num_draws=options.num_elbo_draws,
-                training=estimate_training_bytes(options, self.sizes, self.num_layer_params),
-                **({} if structure in names("curvature") else {"elements": self._base_bytes // 4}),
-            )
-        return None
-
-    def _require_network(self, reader: NetworkReader) -> int:
-        options, val = self.options, self.given.val
-        num_val = 0 if val is None else len(val.content.features)
-        with reader.recorded.visible():
-            layout = reader.layout(self.given.train, options.layers)
-            plan = NetworkDraws(layout, self.sizes.num_examples, num_val, self._base_bytes or 16 * layout.num_params)
+    def estimate_memory(self) -> int | None:
+        """Return the bytes of memory; None for a last layer, where it is only checked. Raises DeviceError if it is short."""
+        inputs, options, device = self.inputs, self.options, self.inputs.run.device_name
+        if not options.is_last_layer:
+            layout = cast(ModuleLayout, inputs.layout)
+            plan = NetworkDraws(layout, inputs.num_examples, inputs.num_val, self.base_bytes or 16 * layout.num_params)
             return plan.require_refinement(
-                self.run.device,
-                training=estimate_training_bytes(options, self.sizes, self.num_layer_params),
+                inputs.run.device,
+                training=self.estimate_training_bytes(),
                 num_drawn=_recipe(options).num_draws,
                 num_judging=options.num_elbo_draws,
                 num_predicting=Mc().default_for(layout.num_params, is_last_layer=False),
             )
+        if inputs.base is not None:
+            structure = str(inputs.base.header.meta.get("structure"))
+            memory.require_refinement(
+                structure,
+                cast(HeadLayout, self.sizes.layout),
+                device,
+                whole=inputs.train.layout if self.sizes.layout != inputs.train.layout else None,
+                num_draws=options.num_elbo_draws,
+                training=self.estimate_training_bytes(),
+                **({} if structure in names("curvature") else {"elements": self.base_bytes // 4}),
+            )
+        return None
 
-    @property
-    def _base_bytes(self) -> int:
-        return 0 if self.given.base_path is None else self.given.base_path.stat().st_size
+    def estimate_training_bytes(self) -> int:
+        """Return the bytes of memory that training takes."""
+        return estimate_training_bytes(self.options, self.sizes, self.num_layer_params)
 
-    def stored_bytes(self, num_params: int) -> int:
-        """Return the size of the posterior's file for theta of `num_params` parameters."""
-        num_stored = num_params * (4 + (self.options.subspace or 0)) + self.num_layer_params
-        return self._base_bytes + 8 * num_stored
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+        num_stored = self.num_params * (4 + (self.options.subspace or 0)) + self.num_layer_params
+        return self.base_bytes + 8 * num_stored
+
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Choose the prior precision if asked, train the flow, and measure the gain and the scores on val."""
+        run, options, train, val, prior = fitting.run, self.options, fitting.train, fitting.val, self.prior
+        prior_search: dict[str, Any] = {}
+
+        def fit_at(prior: Prior, **choices: Any) -> RefineFit:
+            base = _open_base(fitting, prior)
+            given = {
+                "flow": options.chosen_flow,
+                "length": options.length,
+                "epochs": options.epochs,
+                "batch_size": options.batch_size,
+                "learning_rate": options.learning_rate,
+                "num_draws": options.num_draws,
+                "patience": options.patience,
+                "space": options.space,
+                "settings": options.settings,
+                "subspace": _subspace(run, options, base),
+                "generator": run.stream("refine/train"),
+                "progress": run.console,
+            }
+            return _fit_flow(train.target(prior, run.device), base, **{**given, **choices})
+
+        if options.prior_precision == AUTO and val is not None:
+            num_draws = affordable_draws(TRIAL_DRAWS, train.layout.num_params)
+            prior_search = (read_stored_search(fitting.request) if options.resume else None) or choose_prior(
+                run, options, prior, (train, val), fit_at, num_draws=num_draws
+            )
+            prior = Prior.from_meta(prior_search, mean=prior.mean) or prior
+        also = search_identity(prior_search)
+        resumable = prepare_resumable_training(
+            run, fitting.request, resume=options.resume, save_every=options.save_every, also=also
+        )
+        with resumable.hint():
+            found = fit_at(prior, state=resumable.restore(), save=resumable.save)
+            base, target = _open_base(fitting, prior), train.target(prior, run.device)
+            metrics = _measure(run, options, found, base, target) | prior_search
+            passes = len(found.history) * (options.num_draws or 1)
+            passes += prior_search.get("prior_precision_search_passes", 0)
+            metrics |= Cost.of_fit(passes, is_last_layer=options.is_last_layer).to_metrics()
+            if val is not None:
+                others = {} if fitting.base is None else {"base": (base, default_integrator(fitting.base.header))}
+                metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
+        if metrics["verdict"] == "hurt":
+            run.console.warn("the refined posterior is farther from its target than the base is")
+        tensors, meta = found.posterior.to_tensors()
+        tensors |= prior.to_tensors()
+        tensors["history.elbo"] = found.history.double().cpu()
+        meta |= {
+            "method": "refine",
+            **options.layers_params,
+            **prior.to_meta(),
+            **fit_on_meta(fitting.base.header if fitting.base else None),
+            "param_layout": train.layout.to_json(),
+            "maps": found.posterior.layers[0].maps,
+        }
+        return FitOutput(tensors, meta, metrics, train, publishing=resumable.publishing)
+
+    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+        """Return the summary for people."""
+        return format_summary(metrics)
+
+    def describe(self, request: Request, meta: Mapping[str, Any]) -> Report:
+        """Return the metrics and the summary. Warn where val prefers the network, its best temperature or the base."""
+        run, metrics, also = self.inputs.run, meta["metrics"], []
+        if "base" in find_better_predictives(metrics):
+            measured = metrics["val"]["base"]
+            command = advise_predict(run, str(request.params["base"]), measured["integrator"], is_default=True)
+            also.append(f"{command} ({measured['nll']:.4f})")
+        warn_if_worse(run, request.target, metrics, method="refine", also=also)
+        return Report(metrics, format_summary(metrics, has_draws=_has_draws(run, meta)))
 
 
-def open_inputs(run: Run, options: RefineOptions) -> StartInputs:
-    """Open the inputs. Raises BnnError where one is missing or does not fit the options."""
+def open_inputs(run: Run, options: RefineOptions) -> FitInputs:
+    """Open the base and the rows it was fitted to. Raises BnnError where one is missing or does not fit the options."""
     require_features(run)
-    base_path, header, span, of_base = None, None, None, []
+    base = None
     if options.base != "prior":
-        base_path = find_base(run, options, None if options.base == BASE else options.base)
-        header, source = posterior_source(run, base_path, "base")
-        _check_is_gaussian(run, base_path, header)
+        path = find_base(run, options, None if options.base == BASE else options.base)
+        header, source = posterior_source(run, path, "base")
+        _check_is_gaussian(run, path, header)
         options = _copy_layers(options, header)
-        span = span_of(header.meta)
-        of_base = [source]
-    elif options.prior_precision is None and run.folder.posterior(options.default_base).is_file():
-        header = read_header(run.folder.posterior(options.default_base))
-    train = load_fitted(run, read_fitted_splits(header))
+        base = Base(path, header, source, posterior_prior(path, header))
+    train = load_fitted(run, read_fitted_splits(base.header if base else None))
     val = keep_if_held_out(train, load_labeled_val(run))
-    sources = [*unique_sources(train, val), *of_base]
     options.check_trust()
-    if not options.is_last_layer:
-        sources += network_sources([split for split in (train, val) if split is not None])
-    return StartInputs(options, train, val, base_path, header, span, tuple(sources))
+    return FitInputs(run, options, train, val, base)
+
+
+def _read_layout(inputs: FitInputs) -> HeadLayout | ModuleLayout:
+    """Return the layout of theta without opening a network.
+
+    Raises:
+        MissingInput: no Gaussian records the layout of other layers than the last.
+    """
+    if inputs.options.is_last_layer:
+        return inputs.train.layout
+    options = cast(RefineOptions, inputs.options)
+    header = inputs.base.header if inputs.base else read_header(find_base(inputs.run, options, None))
+    return recorded_layout(header.meta)
 
 
 def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
@@ -484,27 +507,27 @@ def _choose_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptio
 _LEAST_STEPS = 25  # in a trial; with fewer the flow hardly moves from its neighbour's
 
 
-def _choose_prior_mode(run: Run, options: RefineOptions, given: StartInputs, num_params: int) -> RefineOptions:
+def _choose_prior_mode(options: RefineOptions, inputs: FitInputs, num_params: int) -> RefineOptions:
     """Return the options, with inherit in place of auto where a trial would have too few steps."""
     assert options.epochs is not None
     assert options.batch_size is not None
-    num_steps = options.trial_epochs * -(-len(given.train.content.features) // options.batch_size)
+    num_steps = options.trial_epochs * -(-inputs.num_examples // options.batch_size)
     too_short = f"an eighth of the epochs is {counted(num_steps, 'step')}" if num_steps < _LEAST_STEPS else None
     num_drawn = affordable_draws(TRIAL_DRAWS, num_params)
-    return resolve_prior_choice(run, options, given.val, num_drawn=num_drawn, too_short=too_short)
+    return resolve_prior_choice(inputs.run, options, inputs.val, num_drawn=num_drawn, too_short=too_short)
 
 
-def _find_prior(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
-    """Return the target's prior: as given, or the base's. With --base prior, take that of laplace and add it to `sources`."""
+def _find_prior(run: Run, options: RefineOptions, base: Base | None) -> tuple[Prior, tuple[Source, ...]]:
+    """Return the target's prior: as given, or the base's. With --base prior, that of laplace, and its source."""
     if options.given_precision is not None:
-        return Prior(options.given_precision)
-    path = base_path
-    if path is None:
-        path = run.folder.posterior(options.default_base)
-        if not path.is_file():
-            raise UsageError("--base prior: give --prior-precision NUMBER, or run fit-laplace first")
-        sources.append(posterior_source(run, path, "prior_precision")[1])
-    return posterior_prior(path, read_header(path))
+        return Prior(options.given_precision), ()
+    if base is not None:
+        return base.prior, ()
+    path = run.folder.posterior(options.default_base)
+    if not path.is_file():
+        raise UsageError("--base prior: give --prior-precision NUMBER, or run fit-laplace first")
+    header, source = posterior_source(run, path, "prior_precision")
+    return posterior_prior(path, header), (source,)
 
 
 def estimate_training_bytes(options: RefineOptions, sizes: Sizes, num_layer_params: int) -> int:
@@ -530,37 +553,23 @@ def _recipe(options: RefineOptions) -> Recipe:
     )
 
 
-@contextmanager
-def _open_splits(
-    options: RefineOptions, reader: NetworkReader | None, train: Split, val: Split | None
-) -> Iterator[tuple[Split, Split | None]]:
-    """Yield train and val as the posterior sees them: their features, or the network's inputs.
-
-    Args:
-        reader: reader of the network, which can be imported inside the block; None for the last layer.
-    """
-    if reader is None:
-        yield train, val
-        return
-    with reader.recorded.visible():
-        yield reader.split(train, options.layers), None if val is None else reader.split(val, options.layers)
-
-
-def _open_base(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gaussian:
-    """Return the Gaussian that the flow starts from: that of a file, or the prior itself."""
-    if base_path is None:
+def _open_base(fitting: Fitting, prior: Prior) -> Gaussian:
+    """Return the Gaussian that the flow starts from, for a target with this prior: that of a file, or the prior itself."""
+    run, train = fitting.run, fitting.train
+    if fitting.base is None:
         zeros = torch.zeros(train.layout.num_params, dtype=torch.float64)
         covariance = Diag.from_hessian({"hessian.diag": zeros}, prior, train.layout)
         return Gaussian(prior.center(train.layout), covariance, train.layout, prior).to(run.device)
-    base, _ = open_posterior(base_path)
+    path = fitting.base.path
+    base, _ = open_posterior(path)
     if base.layout != train.layout:
         raise DataError(
-            f"--base: {base_path} takes {base.layout}, but the features have {train.layout}",
+            f"--base: {path} takes {base.layout}, but the features have {train.layout}",
             code="wrong_layout",
-            path=base_path,
+            path=path,
         )
     base = replace(base, layout=train.layout)  # this layout is bound to the network, if there is one
-    return _extend_to_rows(run, base, train, prior=prior, path=base_path).to(run.device)
+    return _extend_to_rows(run, base, train, prior=prior, path=path).to(run.device)
 
 
 def _extend_to_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: Path) -> Gaussian:
@@ -581,81 +590,6 @@ def _extend_to_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, pat
         )
     mean = within.rows.lift_about(within.rows.reduce(base.mean), prior)
     return replace(base, mean=mean, covariance=replace(within, precision=prior.weight_precision))
-
-
-def _refine(
-    run: Run,
-    options: RefineOptions,
-    splits: tuple[Split, Split | None],
-    base_at: Callable[[Prior], Gaussian],
-    *,
-    prior: Prior,
-    request: Request,
-    rows: Mapping[str, str],
-    base_integrator: str | None,
-) -> FitOutput:
-    """Choose the prior precision if asked, train the flow, and measure the gain and the scores on val.
-
-    Args:
-        base_at: returns the Gaussian to start from, for a target with this prior.
-        prior: prior of the base, or as given. The search for a prior precision starts there.
-        rows: metadata on the rows that the posterior is fitted to.
-        base_integrator: default integrator of the base; None where the base is the prior.
-    """
-    train, val = splits
-    prior_search: dict[str, Any] = {}
-
-    def fit_at(prior: Prior, **choices: Any) -> RefineFit:
-        base = base_at(prior)
-        given = {
-            "flow": options.chosen_flow,
-            "length": options.length,
-            "epochs": options.epochs,
-            "batch_size": options.batch_size,
-            "learning_rate": options.learning_rate,
-            "num_draws": options.num_draws,
-            "patience": options.patience,
-            "space": options.space,
-            "settings": options.settings,
-            "subspace": _subspace(run, options, base),
-            "generator": run.stream("refine/train"),
-            "progress": run.console,
-        }
-        return _fit_flow(train.target(prior, run.device), base, **{**given, **choices})
-
-    if options.prior_precision == AUTO and val is not None:
-        num_draws = affordable_draws(TRIAL_DRAWS, train.layout.num_params)
-        prior_search = (read_stored_search(request) if options.resume else None) or choose_prior(
-            run, options, prior, (train, val), fit_at, num_draws=num_draws
-        )
-        prior = Prior.from_meta(prior_search, mean=prior.mean) or prior
-    also = search_identity(prior_search)
-    resumable = prepare_resumable_training(
-        run, request, resume=options.resume, save_every=options.save_every, also=also
-    )
-    with resumable.hint():
-        found = fit_at(prior, state=resumable.restore(), save=resumable.save)
-        base, target = base_at(prior), train.target(prior, run.device)
-        metrics = _measure(run, options, found, base, target) | prior_search
-        passes = len(found.history) * (options.num_draws or 1) + prior_search.get("prior_precision_search_passes", 0)
-        metrics |= Cost.of_fit(passes, is_last_layer=options.is_last_layer).to_metrics()
-        if val is not None:
-            others = {} if base_integrator is None else {"base": (base, base_integrator)}
-            metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
-    if metrics["verdict"] == "hurt":
-        run.console.warn("the refined posterior is farther from its target than the base is")
-    tensors, meta = found.posterior.to_tensors()
-    tensors |= prior.to_tensors()
-    tensors["history.elbo"] = found.history.double().cpu()
-    meta |= {
-        "method": "refine",
-        **options.layers_params,
-        **prior.to_meta(),
-        **rows,
-        "param_layout": train.layout.to_json(),
-        "maps": found.posterior.layers[0].maps,
-    }
-    return FitOutput(tensors, meta, metrics, train, publishing=resumable.publishing)
 
 
 def _subspace(run: Run, options: RefineOptions, base: Gaussian) -> Subspace | None:
@@ -766,17 +700,6 @@ def _subspace_metrics(base: Gaussian, subspace: Subspace) -> dict[str, Any]:
     of_prior = (moved.square() / precisions).sum(dim=1) / variances
     shares = (variances / of_prior).tolist()
     return {"dimensions": len(shares), "share_of_prior": [min(shares), max(shares)]}
-
-
-def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
-    """Return the metrics and the summary. Warn where val prefers the network, its best temperature or the base."""
-    metrics, also = meta["metrics"], []
-    if "base" in find_better_predictives(metrics):
-        measured = metrics["val"]["base"]
-        command = advise_predict(run, str(request.params["base"]), measured["integrator"], is_default=True)
-        also.append(f"{command} ({measured['nll']:.4f})")
-    warn_if_worse(run, request.target, metrics, method="refine", also=also)
-    return Report(metrics, format_summary(metrics, has_draws=_has_draws(run, meta)))
 
 
 def format_summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
