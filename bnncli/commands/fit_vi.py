@@ -20,15 +20,7 @@ from bnncli.options.shared import GivenPriorOptions
 from bnncli.parameters.prior import initial_theta
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
-from bnncli.session.fits import (
-    FitOutput,
-    Fitting,
-    Method,
-    compare_with_base,
-    open_inputs,
-    require_steps,
-    run_fit,
-)
+from bnncli.session.fits import FitOutput, Fitting, Method, compare_with_base, open_inputs, require_steps, run_fit
 from bnncli.session.produce import prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines

@@ -54,17 +54,7 @@ from bnncli.session.chains import (
     prediction_metrics,
 )
 from bnncli.session.costs import Cost
-from bnncli.session.fits import (
-    Base,
-    FitOutput,
-    Fitting,
-    Method,
-    Report,
-    open_inputs,
-    row_space,
-    run_fit,
-    span_to_fit,
-)
+from bnncli.session.fits import Base, FitOutput, Fitting, Method, Report, open_inputs, row_space, run_fit, span_to_fit
 from bnncli.session.inputs import Split, open_posterior
 from bnncli.session.out_of_fold import fit_on_meta
 from bnncli.session.prior_choice import (

@@ -83,6 +83,12 @@ class Report:
     failure: BnnError | None = None
 
 
+def posterior_path(run: Run, default: str, *, kind: str = "posterior") -> Path:
+    """Return the given path of a posterior, or that in the run folder by its given or default name."""
+    named = run.folder.posterior(run.naming.name or default, suffix=_SUFFIXES[kind])
+    return Path(run.naming.out) if run.naming.out else named
+
+
 def posterior_request(
     run: Run,
     default: str,
@@ -101,8 +107,7 @@ def posterior_request(
     Raises:
         UsageError, OutputExists: the name is not allowed.
     """
-    named = run.folder.posterior(run.naming.name or default, suffix=_SUFFIXES[kind])
-    target = Path(run.naming.out) if run.naming.out else named
+    target = posterior_path(run, default, kind=kind)
     run.folder.check_name_is_free(target)
     return Request(
         target,
@@ -473,6 +478,15 @@ class Method(ABC):
     options: Any
 
     @property
+    def target(self) -> Path:
+        """Return the path of the posterior."""
+        return posterior_path(self.inputs.run, self._default_name, kind=self.kind)
+
+    @property
+    def _default_name(self) -> str:
+        return f"{self.name}{self.inputs.options.layers_suffix}"
+
+    @property
     @abstractmethod
     def algo_rev(self) -> int:
         """Return the revision of the algorithm."""
@@ -535,7 +549,7 @@ def run_fit(method: Method) -> Result:
 
     request = posterior_request(
         run,
-        f"{method.name}{inputs.options.layers_suffix}",
+        method._default_name,
         kind=method.kind,
         params=method.params,
         algo_rev=method.algo_rev,

@@ -12,7 +12,7 @@ from problems.command_line import Cli
 from safetensors.torch import load_file
 
 from bnncli.artifacts.files import read_header
-from bnncli.commands.fit_laplace import format_count
+from bnncli.commands.fit_laplace.shared import format_count
 
 NETWORK = """
 from torch import nn

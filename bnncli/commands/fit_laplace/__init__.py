@@ -1,15 +1,13 @@
 """fit-laplace: fit a Gaussian posterior to the last layer or to other layers.
 
-`run` prepares a request and a function that fits: of the last layer (last_layer.py) or of other layers (network.py).
-`produce_posterior` (session/posteriors.py) turns the function's result into a file through `produce` (session/produce.py), which
-locks, decides whether there is work, fits, and publishes.
+`run` opens the inputs and hands a `Method` to `run_fit` (session/fits.py), for the last layer (last_layer.py) or for
+other layers (network.py). `run_fit` makes the request, and `produce` (session/produce.py) locks, decides whether there
+is work, fits, and publishes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +17,15 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import UsageError, WriteError
 from bnncli.figures import render
 from bnncli.figures.fits import draw_prior_precision
-from bnncli.inference import memory
-from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS, NUM_FOLDS
-from bnncli.inference.prior_search import search_size
-from bnncli.names import percent
+from bnncli.inference.memory import MOST_LEFT_OUT
 from bnncli.options.command import COMPUTE, Command, NameOptions
 from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.shared import LayersOptions
-from bnncli.registry import declaring
-from bnncli.session import revisions as _revisions
-from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior, span_line, span_to_fit
+from bnncli.session.fits import FitInputs, run_fit
 from bnncli.session.inputs import Split, load_split
-from bnncli.session.out_of_fold import VAL, load_fitted, unique_sources
-from bnncli.session.produce import Request
+from bnncli.session.out_of_fold import load_fitted
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import has_labeled_val, val_lines
+from bnncli.session.val_report import has_labeled_val
 from bnncli.targets.curvature_choice import (
     _FAMILIES,
     DEFAULT_RANK,
@@ -305,25 +297,31 @@ COMMAND = Command(
 
 def run(run: Run, options: FitLaplaceOptions) -> Result:
     """Fit and publish the posterior. The result's metrics record the prior precision and the structure chosen."""
-    from bnncli.commands.fit_laplace.network import prepare_network
+    from bnncli.commands.fit_laplace.last_layer import LastLayerLaplace, check_last_layer
+    from bnncli.commands.fit_laplace.network import NetworkLaplace, check_network
 
     train = load_fitted(run, options.fit_on)
     criterion = _choose_criterion(run, options, train)
     val = load_split(run, "val") if criterion == "val" or has_labeled_val(run) else None
     run.require_device()
-    prepare = _last_layer if options.is_last_layer else prepare_network
-    request, fit = prepare(run, options, criterion, train, val)
+    inputs = FitInputs(run, options, train, val)
+    check_inputs, kind = (
+        (check_last_layer, LastLayerLaplace) if options.is_last_layer else (check_network, NetworkLaplace)
+    )
+    check_inputs(inputs, options)
+    method = kind(inputs, options, criterion)
     if options.plot is not None:
-        others = [request.target, run.checkpoint_path, *(source.path for source in request.sources)]
+        others = [method.target, run.checkpoint_path, *(source.path for source in inputs.sources)]
         check_figure_path(Path(options.plot), "--plot", force=run.write.force, others=others)
-
-    result = produce_posterior(run, request, fit, lambda meta: _report(run, request.target, meta))
+    result = run_fit(method)
     if options.plot is not None:
-        result.add(_plot(run, Path(options.plot), request.target))
+        result.add(_plot(run, Path(options.plot), method.target))
     return result
 
 
 _BETTER = "a val split of data that the network was not trained on would be better (--hold-out val=test:2000)"
+
+
 _WITHOUT_VAL = {
     LOO: "no labelled val split: choosing the prior precision by leave-one-out on train, although its labels may "
     f"have shaped the features; {_BETTER}",
@@ -345,187 +343,6 @@ def _choose_criterion(run: Run, options: FitLaplaceOptions, train: Split) -> str
     elif criterion == LOO and num_outputs > MOST_LEFT_OUT:
         raise UsageError(f"--prior-precision loo: expected at most {MOST_LEFT_OUT} outputs; the head has {num_outputs}")
     return criterion if criterion in ("val", LOO, "marglik") else "number"
-
-
-def _last_layer(
-    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
-) -> tuple[Request, Callable[[], FitOutput]]:
-    """Return the request for a posterior over the last layer, and the function that fits it."""
-    from bnncli.commands.fit_laplace.last_layer import fit_last_layer, structure_to_fit, warn_of_missing_classes
-
-    # With fewer examples than features, the mode lies in the span of the features. A checkpoint's head need not.
-    is_at_mode = options.own_center == "mode"
-    span = span_to_fit(run, train, structure=options.structure, num_draws=NUM_DRAWS) if is_at_mode else None
-    whole = train.layout if span else None
-
-    @cache
-    def structure() -> str:
-        return structure_to_fit(
-            options.structure,
-            span or train.layout,
-            run,
-            num_examples=len(train.content.features),
-            is_search=criterion != "number",
-            whole=whole,
-        )
-
-    if options.own_bias_precision is not None and not train.layout.has_bias:
-        raise UsageError("--bias-precision: the head has no bias")
-    if options.own_center == "checkpoint" and train.content.head_weight is None:
-        raise UsageError("--center checkpoint: this run has only features, no network; use --center mode")
-    if options.prior_mean == "checkpoint" and train.content.head_weight is None:
-        raise UsageError("--prior-mean checkpoint: this run has only features, no network; use --prior-mean zero")
-    if len(train.content.features) < train.layout.num_features:
-        run.console.warn(
-            f"there are fewer training examples ({len(train.content.features)}) than features "
-            f"({train.layout.num_features}), so the prior determines most of the posterior"
-        )
-    warn_of_missing_classes(run, [train] if val is None or VAL in options.fit_on else [train, val])
-    folds_bytes = 8 * NUM_FOLDS * train.layout.num_params if VAL in options.fit_on else 0
-
-    def require() -> None:
-        if VAL in options.fit_on:
-            _require_folds(run, train)
-        structure()
-
-    request = posterior_request(
-        run,
-        "laplace",
-        params=options.params_of_fit(criterion, run.compute.seed),
-        algo_rev=_revisions.of_laplace(in_span=span is not None),
-        sources=unique_sources(train, val),
-        checkpoint=train.checkpoint,
-        estimated_bytes=lambda: memory.stored_bytes(structure(), span or train.layout, whole=whole) + folds_bytes,
-        require=require,
-    )
-
-    def fit() -> FitOutput:
-        return fit_last_layer(run, options, criterion, structure(), train, val, in_span=span is not None)
-
-    return request, fit
-
-
-def _require_folds(run: Run, fitted: Split) -> None:
-    """Raise DeviceError where memory cannot hold one copy per fold of the features that the search reads."""
-    num_examples, num_features = fitted.content.features.shape
-    layout = fitted.layout
-    searched = search_size(
-        num_examples, num_params=layout.num_params, num_outputs=layout.num_outputs, device=run.device
-    )
-    memory.require(
-        4 * NUM_FOLDS * searched * num_features,
-        run.device_name,
-        what=f"{NUM_FOLDS} folds of {searched:,} rows of {num_features:,} features",
-        hint="use \0fit_on\0 val, or hold out fewer rows",
-    )
-
-
-def _report(run: Run, path: Path, meta: Mapping[str, Any]) -> Report:
-    """Return the metrics, the search's curve and the summary. Warn where the posterior scores worse than the network."""
-    from bnncli.commands.fit_laplace.last_layer import warn_of_val
-
-    metrics = meta["metrics"]
-    warn_of_val(run, path, metrics)
-    return Report({**metrics, "prior_precision_curve": meta.get("curve")}, _summary(metrics))
-
-
-def _summary(metrics: dict[str, Any]) -> list[str]:
-    scale = metrics.get("prior_mean_scale")
-    about = "" if scale is None else f", centred on {scale:.4g} times the checkpoint's last layer"
-    by_val = "lowest val NLL" + (f", {metrics['num_folds']}-fold cross-validated" if "num_folds" in metrics else "")
-    chosen = {
-        "val": by_val,
-        "loo": "lowest leave-one-out NLL on train",
-        "marglik": "marginal likelihood",
-        "number": "as given",
-    }[metrics["prior_precision_by"]]
-    if metrics.get("prior_precision_for") == "plug-in":
-        chosen += " of the mode, which predicts better than draws at every precision"
-    bias = f", {metrics['bias_precision']:.4g} for the biases" if "bias_precision" in metrics else ""
-    compared = metrics.get("structure_nll") or {}
-    by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
-    by_val = f" (val NLL at one precision: {by_val}; the closest structure with a near-best NLL)" if by_val else ""
-    lines = [
-        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}{about}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
-    ]
-    lines += span_line(metrics)
-    if "fit_on" in metrics:
-        lines.append(f"fitted to {metrics['fit_on']}; scores on val are {metrics['num_folds']}-fold cross-validated")
-    if "effective_params" in metrics and "subnetwork_size" not in metrics:
-        lines.append(
-            f"the data determine about {format_count(metrics['effective_params'])} parameters (the effective number); "
-            "all other directions keep the prior's variance"
-        )
-    if "layer_precisions" in metrics:
-        each = ", ".join(f"{name} {value:.4g}" for name, value in metrics["layer_precisions"].items())
-        lines.append(
-            f"prior precision per layer: {each}; the log marginal likelihood is "
-            f"{metrics['layer_precisions_gain']:.2f} nats higher than with one precision for all layers"
-        )
-    if "captured_trace" in metrics:
-        lines.append(
-            f"the {metrics['rank']} largest eigenvalues hold {percent(metrics['captured_trace'])} of the "
-            f"curvature's trace (+- {percent(metrics['captured_trace_standard_error'])}); other directions keep "
-            "the prior's variance"
-        )
-    if "solver_steps" in metrics:
-        lines.append(
-            f"{metrics['draws']} draws from the full Gauss-Newton Gaussian by conjugate gradients, "
-            f"preconditioned by {metrics['structure']}: {metrics['solver_steps']} steps, "
-            f"{metrics['solver_passes']} passes over the data, relative residual {metrics['solver_residual']:.2g}"
-        )
-    if metrics.get("num_diagonal_params"):
-        lines.append(
-            f"{metrics['num_diagonal_params']:,} of {metrics['num_params']:,} parameters have no Kronecker "
-            "factors and use only their diagonal"
-        )
-    if "subnetwork_size" in metrics:
-        lines += _describe_subnetwork(metrics)
-    if "mode_passes" in metrics:
-        chosen = "; the prior precision was chosen around the checkpoint's weights"
-        lines.append(
-            f"the centre is {metrics['newton_decrement']:.2g} posterior standard deviations (all parameters together) from the "
-            f"mode, after {metrics['mode_passes']:,} passes over the data"
-            f"{chosen if metrics['prior_precision_compared_at'] == 'checkpoint' else ''}"
-        )
-    if metrics["mode_distance"] is not None:
-        lines.append(
-            f"the mode is {metrics['mode_distance']:.3g} from the checkpoint's "
-            f"{'weights' if 'layers' in metrics else 'head'}, {metrics['mode_distance_in_sd']:.1f} posterior "
-            "standard deviations (rms over parameters)"
-        )
-    if metrics["log_marginal_likelihood"] is not None:
-        kind = metrics.get("curvature", "hessian")  # of a last layer the two are the same
-        is_exact = kind == "hessian" and metrics["structure"] in declaring("curvature", "is_exact")
-        named = metrics["structure"] if kind == "hessian" else f"{metrics['structure']} {kind}"
-        of = "" if is_exact else f", with the {named} approximation of the Hessian"
-        lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")
-    elif metrics.get("log_marginal_likelihood_undefined"):
-        lines.append(
-            f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); use --center mode for one"
-        )
-    lines += val_lines(metrics)
-    return lines
-
-
-def format_count(count: float) -> str:
-    """Format a count that need not be whole with three significant digits, or all digits before the point."""
-    return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
-
-
-def _describe_subnetwork(metrics: dict[str, Any]) -> list[str]:
-    """Return lines on which parameters vary and how many of them the data inform."""
-    each = ", ".join(f"{name} {count:,}" for name, count in metrics["subnetwork_params"].items())
-    lines = [
-        f"{metrics['subnetwork_size']:,} of {metrics['num_params']:,} parameters vary, those with the largest "
-        f"marginal variances ({each}); the others are fixed"
-    ]
-    if metrics["subnetwork_as_prior"]:
-        lines.append(
-            f"{metrics['subnetwork_as_prior']:,} of them keep nearly all of the prior's variance: the data say "
-            "almost nothing about them"
-        )
-    return lines
 
 
 def _plot(run: Run, path: Path, artifact: Path) -> Result:

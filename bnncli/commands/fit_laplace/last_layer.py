@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from bnncli import registry
-from bnncli.artifacts.features import label_counts
-from bnncli.errors import DataError
+from bnncli.commands.fit_laplace.shared import (
+    Laplace,
+    fit_metrics,
+    warn_of_edge,
+    warn_of_jitter,
+    warn_of_missing_classes,
+)
+from bnncli.errors import DataError, UsageError
 from bnncli.inference import memory
 from bnncli.inference.laplace import LaplaceFit, RowLift, fit_gaussian, lift_fit
 from bnncli.inference.memory import NUM_DRAWS, NUM_FOLDS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
@@ -35,20 +39,16 @@ from bnncli.inference.prior_search import (
 from bnncli.inference.prior_variants import Fold, FoldSearch, search_folds, stratified_folds
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import torch
-from bnncli.options.shared import LayersOptions
-from bnncli.parameters.layouts import MatrixLayout
-from bnncli.parameters.module import LAST
+from bnncli.parameters.layouts import HeadLayout, MatrixLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
-from bnncli.registry import declaring
+from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
-from bnncli.session.fits import FitOutput, row_space, span_metrics
+from bnncli.session.fits import FitInputs, FitOutput, Fitting, row_space, span_to_fit
 from bnncli.session.inputs import Split
 from bnncli.session.out_of_fold import VAL, GaussianFolds, select_fitted_rows
 from bnncli.session.run import Run
-from bnncli.session.states import advise_predict, fresh_posterior
-from bnncli.session.val_report import measure_on_val, warn_if_worse
 from bnncli.system.devices import estimate_speed
 from bnncli.system.memory import budget, bytes_text
 from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
@@ -58,65 +58,90 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.commands.fit_laplace import FitLaplaceOptions
-    from bnncli.inference.mode import Mode
-    from bnncli.posteriors.gaussian import Gaussian
     from bnncli.targets.target import CurvedTarget
 
 
-_MOST_NAMES = 10  # classes listed in a warning
-_MEANINGS = {
-    "val": "they do not count in the choice of the prior precision or in any score on val",
-    "train": "their weights are learned only from examples of other classes, so they are rarely predicted",
-}
+def check_last_layer(inputs: FitInputs, options: FitLaplaceOptions) -> None:
+    """Refuse options that the run's head cannot take, and warn of few examples and missing classes."""
+    train, val = inputs.train, inputs.val
+    if options.own_bias_precision is not None and not train.layout.has_bias:
+        raise UsageError("--bias-precision: the head has no bias")
+    if options.own_center == "checkpoint" and train.content.head_weight is None:
+        raise UsageError("--center checkpoint: this run has only features, no network; use --center mode")
+    if options.prior_mean == "checkpoint" and train.content.head_weight is None:
+        raise UsageError("--prior-mean checkpoint: this run has only features, no network; use --prior-mean zero")
+    if inputs.num_examples < train.layout.num_features:
+        inputs.run.console.warn(
+            f"there are fewer training examples ({inputs.num_examples}) than features "
+            f"({train.layout.num_features}), so the prior determines most of the posterior"
+        )
+    warn_of_missing_classes(inputs.run, [train] if val is None or VAL in options.fit_on else [train, val])
 
 
-def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
-    """Warn of classes without examples in a split, and say what that means for the fit."""
-    for split in splits:
-        if split.content.labels is None:
-            continue
-        classes = split.content.classes
-        counts = label_counts(split.content.labels, len(classes))
-        missing = [str(classes[place]) for place in np.flatnonzero(counts[: len(classes)] == 0)]
-        if missing:
-            shown = ", ".join(repr(name) for name in missing[:_MOST_NAMES]) + ", ..." * (len(missing) > _MOST_NAMES)
-            name = split.content.name
-            run.console.warn(
-                f"{name} ({len(split.content.labels)} examples) has no examples of {len(missing)} of the "
-                f"{len(classes)} classes ({shown}): {_MEANINGS[name]}"
-            )
+@dataclass(frozen=True)
+class LastLayerLaplace(Laplace):
+    """A fit over the last layer."""
 
+    @cached_property
+    def span(self) -> HeadLayout | None:
+        """Return the layout within the span of the features; None to fit all of theta.
 
-def warn_of_shortfall(run: Run, mode: Mode) -> None:
-    """Warn where the climb stopped farther from the mode than requested."""
-    if mode.shortfall is not None:
-        run.console.warn(
-            f"the centre is {mode.newton_decrement:.2g} posterior standard deviations from the mode (all {len(mode.theta):,} "
-            f"parameters together; a draw is about {math.sqrt(len(mode.theta)):.0f} away): {mode.shortfall}"
+        With fewer examples than features, the mode lies in that span. A checkpoint's head need not.
+        """
+        if self.options.own_center != "mode":
+            return None
+        return span_to_fit(self.inputs.run, self.inputs.train, structure=self.options.structure, num_draws=NUM_DRAWS)
+
+    @cached_property
+    def structure(self) -> str:
+        """Return the structure to fit first."""
+        train = self.inputs.train
+        return structure_to_fit(
+            self.options.structure,
+            self.span or train.layout,
+            self.inputs.run,
+            num_examples=self.inputs.num_examples,
+            is_search=self.criterion != "number",
+            whole=train.layout if self.span else None,
         )
 
+    @property
+    def algo_rev(self) -> int:
+        """Return the revision of the algorithm."""
+        return _revisions.of_laplace(in_span=self.span is not None)
 
-def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
-    """Warn where the posterior scores worse on val than the network, and suggest a better fit."""
-    if metrics.get("val") is None:
-        return
-    can_be_refined = "subnetwork_size" not in metrics and "solver_steps" not in metrics
-    also, other = [], None if path.stem == "laplace" else path.stem
-    if metrics.get("center") == "checkpoint":
-        command = run.suggest("fit-laplace", center="mode", force=True, name=other)
-        also.append(f"run {command} (not measured yet)")
-    elif metrics["structure"] not in declaring("curvature", "is_exact") and can_be_refined:
-        name = f"refine{LayersOptions(metrics.get('layers', LAST)).layers_suffix}"
-        refined = fresh_posterior(run, name, {"flow": "affine", "base": path.stem})
-        if refined is None:
-            command = run.suggest("refine", flow="affine", base=other)
-            also.append(f"run {command} (a {metrics['structure']} covariance is rough; not measured yet)")
-        else:
-            measured = (refined.meta["metrics"].get("val") or {}).get("refine")
-            if measured and measured["nll"] < metrics["val"]["laplace"]["nll"]:
-                command = advise_predict(run, name, measured["integrator"], is_default=True)
-                also.append(f"{command} ({measured['nll']:.4f})")
-    warn_if_worse(run, path, metrics, method="laplace", also=also)
+    def estimate_memory(self) -> None:
+        """Check the memory. Raises DeviceError if it is short."""
+        if VAL in self.options.fit_on:
+            _require_folds(self.inputs.run, self.inputs.train)
+        self.structure  # noqa: B018
+
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+        layout = self.inputs.train.layout
+        folds = 8 * NUM_FOLDS * layout.num_params if VAL in self.options.fit_on else 0
+        return folds + memory.stored_bytes(self.structure, self.span or layout, whole=layout if self.span else None)
+
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Fit the Gaussian and measure it on val."""
+        run, train, val = fitting.run, fitting.train, fitting.val
+        in_span = self.span is not None
+        return fit_last_layer(run, self.options, self.criterion, self.structure, train, val, in_span=in_span)
+
+
+def _require_folds(run: Run, fitted: Split) -> None:
+    """Raise DeviceError where memory cannot hold one copy per fold of the features that the search reads."""
+    num_examples, num_features = fitted.content.features.shape
+    layout = fitted.layout
+    searched = search_size(
+        num_examples, num_params=layout.num_params, num_outputs=layout.num_outputs, device=run.device
+    )
+    memory.require(
+        4 * NUM_FOLDS * searched * num_features,
+        run.device_name,
+        what=f"{NUM_FOLDS} folds of {searched:,} rows of {num_features:,} features",
+        hint="use \0fit_on\0 val, or hold out fewer rows",
+    )
 
 
 def structure_to_fit(
@@ -186,6 +211,24 @@ def _seconds_text(seconds: float) -> str:
     return f"{max(1.0, seconds):.0f} s"
 
 
+class _Fitted(NamedTuple):
+    """A fit with its search.
+
+    Args:
+        fit: to all rows.
+        found: search for the prior precision, if any.
+        counts: metrics with the number of examples that the search read, for splits that it read only in part.
+        compared: val NLL of the structures compared, if any.
+        modes: (folds, P) float64, without each fold, if the fit has folds.
+    """
+
+    fit: LaplaceFit
+    found: PriorSearch | FoldSearch | None
+    counts: dict[str, int]
+    compared: dict[str, float] | None = None
+    modes: Tensor | None = None
+
+
 def fit_last_layer(
     run: Run,
     options: FitLaplaceOptions,
@@ -219,11 +262,9 @@ def fit_last_layer(
     lift = None if rows is None else RowLift(rows, target.prior)
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
-    found: PriorSearch | FoldSearch | None
-    compared, theta = None, None
     with counting_passes() as tally:
         if folds is None:
-            fit, found, compared, counts = _fit_on_train(
+            fitted = _fit_on_train(
                 run,
                 options,
                 criterion,
@@ -237,9 +278,10 @@ def fit_last_layer(
             )
         else:
             own = priors[1:] if rows is None else [rows.prior(prior) for prior in priors[1:]]
-            fit, found, theta, counts = _fit_with_folds(
+            fitted = _fit_with_folds(
                 run, criterion, structure, target, folds=folds, priors=own, start=start, in_span=in_span
             )
+    fit, found, theta = fitted.fit, fitted.found, fitted.modes
     if found is not None:
         warn_of_edge(run, found)
     # A mode in the span is lifted to all parameters; outside the span the posterior is the prior.
@@ -262,7 +304,7 @@ def fit_last_layer(
     metrics = fit_metrics(run, fit, found, criterion, train, val, posterior=by_fold)
     fold_meta = {} if by_fold is None else {"fit_on": options.fit_on, "num_folds": len(by_fold)}
     metrics |= fold_meta
-    metrics |= {"center": options.own_center, "structure_nll": compared, **counts}
+    metrics |= {"center": options.own_center, "structure_nll": fitted.compared, **fitted.counts}
     if found is not None and found.structure != structure and options.structure != "auto":
         metrics["prior_precision_structure"] = found.structure
     metrics |= Cost.of_fit(tally.passes, is_last_layer=True).to_metrics()
@@ -284,6 +326,8 @@ def fit_last_layer(
 
 
 _MEMORISED = 1 / 3  # ratio of the NLL on train to that on val
+
+
 _MOST_ROWS = 10_000  # of each split, to estimate the two
 
 
@@ -384,17 +428,12 @@ def _fit_on_train(
     held_out: HeldOutFeatures | None,
     val: Split | None,
     only_draws: bool,
-) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None, dict[str, int]]:
-    """Fit to the training split, at the given prior precision or at the one that `criterion` chooses.
-
-    Returns:
-        The fit; the search for its prior precision, if any; the val NLL of the structures compared, if any; and metrics with
-        the number of examples that the search read, for splits that it read only in part.
-    """
+) -> _Fitted:
+    """Fit to the training split, at the given prior precision or at the one that `criterion` chooses."""
     center = options.own_center
     if criterion == "number":
         fit = fit_gaussian(target, structure=structure, center=center, start=start, progress=run.console)
-        return fit, None, None, {}
+        return _Fitted(fit, None, {})
     if criterion == "loo":
         searched = SearchExamples(target, LeftOutExamples.of(target, run.stream("fit-laplace/loo")), {})
     elif lift is None:
@@ -450,7 +489,7 @@ def _fit_on_train(
             run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
         )
         found = _prefer_plug_in(found, plug_in, target, closest, center, run.console)
-    return found.fit, found, compared, searched.counts
+    return _Fitted(found.fit, found, searched.counts, compared)
 
 
 def _examples_to_search(
@@ -645,16 +684,12 @@ def _fit_with_folds(
     priors: Sequence[Prior],
     start: Tensor,
     in_span: bool,
-) -> tuple[LaplaceFit, FoldSearch | PriorSearch | None, Tensor, dict[str, int]]:
+) -> _Fitted:
     """Fit all rows of the target, whose last rows are val's, and find the mode without each fold.
 
     Args:
         folds: (N,), the fold of each row of val.
         priors: prior of each fold; the target's precision of the weights replaces theirs.
-
-    Returns:
-        The fit to all rows; the search for the precision, if any; the modes (folds, P) float64 at that precision; and metrics
-        with the number of examples that the search read, for splits that it read only in part.
     """
     rows = SearchRows(None, None) if in_span else _rows_to_search(run, target, len(folds))
     counts = _count_rows(rows)
@@ -697,7 +732,7 @@ def _fit_with_folds(
                 target, folds, place, prior.with_weight_precision(precision), SearchRows(None, None)
             ).target
             modes.append(find_suitable_mode(fold, fit.gaussian.mean, progress=run.console).theta)
-    return fit, found, torch.stack(modes), _count_metrics(counts)
+    return _Fitted(fit, found, _count_metrics(counts), modes=torch.stack(modes))
 
 
 def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRows:
@@ -728,76 +763,3 @@ def _build_fold(target: LastLayerTarget, folds: Tensor, place: int, prior: Prior
     index = (first + judged).to(target.device)
     held_out = target.held_out(target.rows(index), target.labels[index])
     return Fold(target.some(fitted).with_prior(prior), held_out, len(judged))
-
-
-def warn_of_edge(run: Run, found: PriorSearch | FoldSearch) -> None:
-    """Warn where the best prior precision lies at the edge of the search range."""
-    if found.at_edge:
-        run.console.warn(
-            f"the best prior precision found, {found.best:.4g}, is at the edge of the search range; set it with "
-            "--prior-precision"
-        )
-
-
-JITTER_SHARE = 1e-3  # of the prior precision; a jitter below it changes nothing
-
-
-def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
-    """Warn where the jitter added to factorise the precision, which acts as a prior, outweighs the real prior."""
-    jitter = getattr(gaussian.covariance, "jitter", 0.0)
-    precision = float(gaussian.require_prior().diagonal(gaussian.layout).min())
-    if jitter > JITTER_SHARE * precision:
-        run.console.warn(
-            f"the posterior precision is not positive definite in float64, so {jitter:.2g} was added to its "
-            f"diagonal (prior precision {precision:.2g}). The marginal likelihood and the variances in "
-            "directions that only the prior determines are wrong; use a larger --prior-precision or --structure "
-            "kron"
-        )
-
-
-def fit_metrics(
-    run: Run,
-    fit: LaplaceFit,
-    found: PriorSearch | FoldSearch | None,
-    criterion: str,
-    train: Split,
-    val: Split | None,
-    *,
-    posterior: Any = None,
-) -> dict[str, Any]:
-    """Return the metrics of a fit and, with labelled val, its scores there.
-
-    Args:
-        posterior: posterior to score in place of the Gaussian, such as its folds or its draws.
-    """
-    gaussian, head = fit.gaussian, train.head()
-    metrics: dict[str, Any] = {
-        "structure": gaussian.covariance.structure,
-        "num_params": gaussian.layout.num_params,
-        **span_metrics(gaussian),
-        **gaussian.require_prior().to_meta(),
-        "prior_precision_by": criterion,
-        "prior_precision_for": found.integrator if found is not None and criterion == "val" else None,
-        "prior_precision_at_edge": bool(found.at_edge) if found else None,
-        "log_marginal_likelihood": fit.log_marginal_likelihood,
-        "log_marginal_likelihood_undefined": fit.no_evidence,
-        "newton_decrement": fit.mode.newton_decrement if fit.mode else None,
-        "mode_distance": None,
-        "mode_distance_in_sd": None,
-        "val_nll_network": None,
-        "val_nll_laplace": None,
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
-    }
-    if fit.mode is not None and head is not None:
-        shift = head.to(gaussian.mean) - gaussian.mean
-        metrics["mode_distance"] = float(shift.norm())
-        whitened = gaussian.covariance.whiten(shift.unsqueeze(0))
-        metrics["mode_distance_in_sd"] = float(whitened.norm() / math.sqrt(whitened.shape[1]))
-    if val is not None and val.content.labels is not None:
-        prefer = None if metrics["prior_precision_for"] in (None, SAMPLED) else metrics["prior_precision_for"]
-        metrics |= measure_on_val(run, posterior or gaussian, val, method="laplace", prefer=prefer)
-        metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")
-        metrics["val_nll_laplace"] = metrics["val"]["laplace"]["nll"]
-    return metrics

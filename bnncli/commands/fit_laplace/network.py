@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bnncli import registry
-from bnncli.commands.fit_laplace.last_layer import (
+from bnncli.commands.fit_laplace.shared import (
+    Laplace,
     fit_metrics,
     warn_of_edge,
     warn_of_jitter,
@@ -20,15 +20,14 @@ from bnncli.inference.laplace import LaplaceFit, fit_gaussian, linear_draws, num
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.inference.prior_search import PriorSearch, search
 from bnncli.inference.prior_variants import choose_layer_precisions
+from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
-from bnncli.session.fits import FitOutput, posterior_request
+from bnncli.session.fits import FitInputs, FitOutput, Fitting
 from bnncli.session.inputs import Split
-from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
-from bnncli.session.produce import Request
 from bnncli.session.run import Run
 from bnncli.structures.network_logits import keeping
 from bnncli.targets.curvature_choice import HESSIAN, kinds_of, structures_of
@@ -41,43 +40,35 @@ if TYPE_CHECKING:
     from bnncli.commands.fit_laplace import FitLaplaceOptions
 
 
-def prepare_network(
-    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
-) -> tuple[Request, Callable[[], FitOutput]]:
-    """Return the request for a posterior over the network's chosen parameters, and the function that fits it."""
-    if train.content.head_weight is None:
+def check_network(inputs: FitInputs, options: FitLaplaceOptions) -> None:
+    """Refuse a run without a network, and warn of missing classes."""
+    if inputs.train.content.head_weight is None:
         raise UsageError(f"--layers {options.layers}: this run has only features, no network")
-    used = [split for split in (train, val) if split is not None]
-    sources = [*(split.source for split in used), *network_sources(used)]
-    warn_of_missing_classes(run, used)
+    warn_of_missing_classes(inputs.run, [split for split in (inputs.train, inputs.val) if split is not None])
 
-    @cache
-    def prepared() -> PlannedFit:
-        structures = [name for name in structures_of(is_last_layer=False) if options.curvature in kinds_of(name)]
-        return plan_fit(run, options, criterion, train, val, structures=structures)
 
-    def estimated_bytes() -> int:
-        if request.target.is_file() and not run.write.force:
-            return request.target.stat().st_size  # up to date: no code runs for that
-        return prepared().plan.stored_bytes(prepared().structure)
+@dataclass(frozen=True)
+class NetworkLaplace(Laplace):
+    """A fit over the network's chosen parameters."""
 
-    request = posterior_request(
-        run,
-        f"laplace{options.layers_suffix}",
-        params=options.params_of_fit(criterion, run.compute.seed),
-        algo_rev=_revisions.of_laplace(in_span=False),
-        sources=sources,
-        checkpoint=train.checkpoint,
-        estimated_bytes=estimated_bytes,
-        require=prepared,
-        estimated_memory=lambda: prepared().planned_bytes,
-    )
+    algo_rev: ClassVar[int] = _revisions.of_laplace(in_span=False)
 
-    @cache
-    def fit() -> FitOutput:
-        return fit_network(run, options, criterion, train, val, prepared=prepared())
+    @cached_property
+    def planned(self) -> PlannedFit:
+        """Return the plan. Raises DeviceError where the fit does not fit in memory."""
+        return plan_fit(self.inputs, self.options, is_search=self.criterion == "val")
 
-    return request, fit
+    def estimate_memory(self) -> int:
+        """Return the memory at the peak of the fit in bytes."""
+        return self.planned.planned_bytes
+
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+        return self.planned.plan.stored_bytes(self.planned.structure)
+
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Fit the Gaussian, or draw from it, and measure it on val."""
+        return fit_network(fitting, self.options, self.criterion, self.planned)
 
 
 @dataclass(frozen=True)
@@ -85,71 +76,59 @@ class PlannedFit:
     """A fit that has been planned but has not read its data.
 
     Attributes:
-        reader: reads the network and the inputs.
         plan: sizes of the fit in memory.
         structure: covariance structure to fit.
         planned_bytes: memory at the peak of the fit.
         num_kept: validation examples whose linearised logits are computed once and kept; 0 where memory is short.
     """
 
-    reader: NetworkReader
     plan: NetworkPlan
     structure: str
     planned_bytes: int
     num_kept: int
 
 
-def plan_fit(
-    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, structures: list[str]
-) -> PlannedFit:
+def plan_fit(inputs: FitInputs, options: FitLaplaceOptions, *, is_search: bool) -> PlannedFit:
     """Plan a fit from the network and the first example.
 
     Raises:
         DeviceError: the fit does not fit in memory.
         UsageError: --size exceeds the number of parameters.
     """
-    reader = NetworkReader.of(run, options)
-    with reader.recorded.visible():
-        layout = reader.layout(train, options.layers)
-        held = 0 if val is None else len(val.content.features)
-        plan = NetworkPlan(
-            layout,
-            len(train.content.features),
-            held,
-            options.curvature_choice,
-            tuple(structures),
-            is_search=criterion == "val",
-            num_drawn=options.draws or 0,
-            is_climb=options.own_center == "mode",
-        )
-        structure = options.structure
-        if structure == "auto":
-            structure = plan.automatic_structure(run.device)
-        if options.size is not None and options.size > layout.num_params:
-            raise UsageError(
-                f"\0size\0: expected 1 to {layout.num_params} (the number of parameters); got {options.size}"
-            )
-        planned = plan.require_fit(structure, run.device)
-        num_kept = held if plan.kept_bytes(structure, run.device) else 0
-    return PlannedFit(reader, plan, structure, planned, num_kept)
+    layout, device = cast(ModuleLayout, inputs.layout), inputs.run.device
+    structures = [name for name in structures_of(is_last_layer=False) if options.curvature in kinds_of(name)]
+    plan = NetworkPlan(
+        layout,
+        inputs.num_examples,
+        inputs.num_val,
+        options.curvature_choice,
+        tuple(structures),
+        is_search=is_search,
+        num_drawn=options.draws or 0,
+        is_climb=options.own_center == "mode",
+    )
+    structure = options.structure
+    if structure == "auto":
+        structure = plan.automatic_structure(device)
+    if options.size is not None and options.size > layout.num_params:
+        raise UsageError(f"\0size\0: expected 1 to {layout.num_params} (the number of parameters); got {options.size}")
+    planned = plan.require_fit(structure, device)
+    num_kept = inputs.num_val if plan.kept_bytes(structure, device) else 0
+    return PlannedFit(plan, structure, planned, num_kept)
 
 
-def fit_network(
-    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, prepared: PlannedFit
-) -> FitOutput:
+def fit_network(fitting: Fitting, options: FitLaplaceOptions, criterion: str, planned: PlannedFit) -> FitOutput:
     """Fit the Gaussian, or draw from it, and measure it on val."""
-    reader, structure, network = prepared.reader, prepared.structure, prepared.plan.layout.network
+    run, whole, held = fitting.run, fitting.train, fitting.val
+    structure, network = planned.structure, planned.plan.layout.network
     assert network is not None
-    with reader.recorded.visible(), keeping(network, prepared.num_kept):
-        whole = reader.split(train, options.layers)
-        held = None if val is None else reader.split(val, options.layers)
+    with keeping(network, planned.num_kept):
         weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
-        target = whole.target(Prior(weight_precision, options.own_bias_precision), run.device)
+        target = cast(NetworkTarget, whole.target(Prior(weight_precision, options.own_bias_precision), run.device))
         target = target.with_choice(options.curvature_choice)
-        start = whole.start().to(run.device)
         with counting_passes() as tally:
             fit, found, facts = _fit_gaussian(
-                run, options, criterion, target, start=start, structure=structure, held=held
+                run, options, criterion, target, start=fitting.start, structure=structure, held=held
             )
         facts |= _mode_metrics(run, fit, found)
         posterior: Gaussian[Any] | LinearDraws = fit.gaussian
@@ -180,7 +159,7 @@ def fit_network(
         "param_layout": fit.gaussian.layout.to_json(),
         "curve": [list(point) for point in found.curve] if found else None,
     }
-    return FitOutput(tensors, meta, metrics, train)
+    return FitOutput(tensors, meta, metrics, fitting.inputs.train)
 
 
 def _fit_gaussian(
@@ -191,7 +170,7 @@ def _fit_gaussian(
     *,
     start: Tensor,
     structure: str,
-    held: NetworkSplit | None,
+    held: Split | None,
 ) -> tuple[LaplaceFit, PriorSearch | None, dict[str, Any]]:
     """Fit at the given prior precision, or at the one that `criterion` chooses (on `held`, for val).
 
@@ -209,7 +188,7 @@ def _fit_gaussian(
             return fit_gaussian(target, **common), None, {}
         held_out = None
         if criterion == "val" and held is not None:
-            held_out = target.held_out(held.inputs, held.labels(run.device))
+            held_out = target.held_out(held.stored, held.labels(run.device))
         found = search(
             target, criterion=criterion, held_out=held_out, generator=run.stream("fit-laplace/val"), **common
         )
