@@ -18,11 +18,11 @@ from problems.command_line import Cli
 from problems.grids import Stage, jobs_of, stage, write_grid
 
 from bnncli.commands.grid import GridOptions
+from bnncli.commands.grid import plan as places
 from bnncli.commands.grid.running import Journal, LineEnd, Observation, Running, read_seen, stop
 from bnncli.errors import DeviceError, UsageError
 
 __all__ = ["stage"]
-places = importlib.import_module("bnncli.commands.grid.plan")
 
 TWO = '[[step]]\ncommand = "fit-laplace"\nstructure = ["full", "kron"]\n'
 HMC = '[[step]]\ncommand = "hmc"\nbase = "{laplace}"\nseed = [1, 2]\n'
@@ -245,7 +245,7 @@ def test_what_cannot_be_written_is_told_before_anything_runs(cli: Cli, stage: St
 def test_lines_side_by_side_share_the_cores_and_see_no_gpu_nor_torchrun(
     cli: Cli, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "cores", lambda: 8)
+    monkeypatch.setattr(places, "count_cores", lambda: 8)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     path = write_grid(stage.folder, TWO)
@@ -253,13 +253,13 @@ def test_lines_side_by_side_share_the_cores_and_see_no_gpu_nor_torchrun(
     seen = [one["environment"] for one in stage.notes()]
     assert seen == [{"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}] * 4
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert [dict(place.environment) for place in places.places_of(GridOptions(jobs=2), [])] == [
+    assert [dict(place.environment) for place in places.list_places(GridOptions(jobs=2), [])] == [
         {"CUDA_VISIBLE_DEVICES": ""}
     ] * 2
     monkeypatch.setenv("MASTER_ADDR", "here")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="torchrun started 2 copies of it: run it without torchrun"):
-        places.places_of(GridOptions(jobs=2), [])
+        places.list_places(GridOptions(jobs=2), [])
 
 
 def test_each_line_sees_the_gpu_of_its_place(cli: Cli, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_each_line_sees_the_gpu_of_its_place(cli: Cli, stage: Stage, monkeypatch
     assert cli("grid", path.name, "--devices", "2,0").code == 0
     assert {one["environment"]["CUDA_VISIBLE_DEVICES"] for one in stage.notes()} == {"GPU-c", "GPU-a"}
     with pytest.raises(DeviceError, match="no GPU 3: have 3, numbered from 0"):
-        places.places_of(GridOptions(devices="3"), [])
+        places.list_places(GridOptions(devices="3"), [])
 
 
 def test_a_gpu_that_is_not_there_is_69(cli: Cli, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
