@@ -49,7 +49,7 @@ from bnncli.session.fits import (
 from bnncli.session.inputs import open_posterior
 from bnncli.session.produce import ResumableDraws, prepare_resumable_training
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import measure_on_val, val_lines
+from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines
 
 CYCLICAL, SGHMC, SGLD = "cyclical", "sghmc", "sgld"
 BASE, RMSPROP, NONE = "base", "rmsprop", "none"
@@ -435,9 +435,7 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
         "start": options.start,
         "log_joint_first": float(drawn.history[0].mean()),
         "log_joint_last": float(drawn.history[-1].mean()),
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
+        **UNMEASURED,
     }
 
 

@@ -30,7 +30,7 @@ from bnncli.session.fits import (
 )
 from bnncli.session.produce import prepare_resumable_training
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import measure_on_val, val_lines
+from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,7 @@ def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tens
         "share_wider_than_prior": float((shares > 1).double().mean()),
         "log_joint_start": ends[0],
         "log_joint_mean": ends[1],
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
+        **UNMEASURED,
     }
 
 

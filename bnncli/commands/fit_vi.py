@@ -23,7 +23,7 @@ from bnncli.session.costs import Cost
 from bnncli.session.fits import FitOutput, Fitting, Method, compare_with_base, open_inputs, require_steps, run_fit
 from bnncli.session.produce import prepare_resumable_training
 from bnncli.session.run import Result, Run
-from bnncli.session.val_report import measure_on_val, val_lines
+from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines
 
 # By default: a fit to 1,000 examples of 10 features ends 100 nats short of its ELBO after 200 steps, within 0.1 after 4,000.
 LEAST_STEPS, LEAST_NETWORK_STEPS = 4000, 2000
@@ -291,9 +291,7 @@ def _metrics(fitting: Fitting, options: FitViOptions, plan: ViPlan, found: ViFit
         "ended_early": found.is_early,
         "start": options.start,
         "median_share_of_prior": float(shares.median()),
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
+        **UNMEASURED,
     }
 
 

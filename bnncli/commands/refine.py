@@ -52,6 +52,7 @@ from bnncli.session.run import Result, Run
 from bnncli.session.states import advise_predict, fresh_posterior
 from bnncli.session.val_report import (
     SIMPLER_PREDICTIVES,
+    UNMEASURED,
     find_better_predictives,
     load_labeled_val,
     measure_on_val,
@@ -678,9 +679,7 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
         "epochs": options.epochs,
         "epochs_run": len(fit.history),
         "ended_early": fit.is_early,
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
+        **UNMEASURED,
     }
 
 

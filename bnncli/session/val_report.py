@@ -81,6 +81,10 @@ def require_labeled_val(run: Run, purpose: str) -> Split:
     return val
 
 
+# What `measure_on_val` returns, without a labelled val.
+UNMEASURED: Mapping[str, None] = {"val": None, "val_excess": None, "recommended_integrator": None}
+
+
 def measure_on_val(
     run: Run,
     posterior: Any,

@@ -31,7 +31,7 @@ from bnncli.session.inputs import Split
 from bnncli.session.produce import Request
 from bnncli.session.run import Run
 from bnncli.session.states import advise_predict, fresh_posterior
-from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
+from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines, warn_if_worse
 
 if TYPE_CHECKING:
     from bnncli.commands.fit_laplace import FitLaplaceOptions
@@ -153,9 +153,7 @@ def fit_metrics(
         "mode_distance_in_sd": None,
         "val_nll_network": None,
         "val_nll_laplace": None,
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
+        **UNMEASURED,
     }
     if fit.mode is not None and head is not None:
         shift = head.to(gaussian.mean) - gaussian.mean
