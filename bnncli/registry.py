@@ -59,7 +59,7 @@ _NEEDS = {
     "data": ("FORM", "exists", "open_dataset"),
     "scores": ("SCORE",),
     "detectors": ("DETECTOR",),
-    "commands": ("COMMAND", "run"),
+    "commands": ("COMMAND", "execute"),
 }
 
 

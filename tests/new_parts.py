@@ -156,7 +156,7 @@ COMMAND = Command(
 )
 
 
-def run(run, options):
+def execute(run, options):
     from bnncli.session.run import Result
 
     return Result(lines=[f"NAME {run.checkpoint_path.name}"] * options.times)

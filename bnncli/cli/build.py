@@ -99,7 +99,7 @@ def _function(command: Command) -> Callable[..., tuple[Command, dict[str, Any]]]
     def body(**values: Any) -> tuple[Command, dict[str, Any]]:
         return command, {name: value for name, value in values.items() if name != EVERYTHING}
 
-    body.__name__ = command.stage
+    body.__name__ = command.module
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return body

@@ -219,8 +219,8 @@ class _Invocation:
     def execute(self, command: Command, values: dict[str, Any]) -> None:
         """Build the options, run the command, print the result."""
         self.command = command.name
-        stage = registry.load_module("commands", command.name)
-        command = replace(stage.COMMAND, name=command.name)  # replaces the option classes read for help
+        module = registry.load_module("commands", command.name)
+        command = replace(module.COMMAND, name=command.name)  # replaces the option classes read for help
         options: dict[type, Any] = {group: made(group, values) for group in command.groups}
         common = spread.silence_options(options[CommonOptions]) if spread.is_follower() else options[CommonOptions]
         self.is_json = common.json
@@ -261,7 +261,7 @@ class _Invocation:
             spread.redirect_prints(),
             spread.join_workers(command.name, own, compute, self.console) as has_work,
         ):
-            result = stage.run(run, own) if has_work else None
+            result = module.execute(run, own) if has_work else None
         self.console.stop_bar()
         if result is not None and not spread.is_follower():
             self._print(run, result)

@@ -96,7 +96,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: AcquireOptions) -> Result:
+def execute(run: Run, options: AcquireOptions) -> Result:
     """Choose examples, write the table and print their ids."""
     pool = load_split(run, options.pool)
     if not has_exclusive_classes(pool.content.likelihood):

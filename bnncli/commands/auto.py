@@ -151,7 +151,7 @@ COMMAND = Command(
 ENSEMBLE = "fit-ensemble"
 
 
-def run(run: Run, options: AutoOptions) -> Result:
+def execute(run: Run, options: AutoOptions) -> Result:
     """Fit, judge and recommend. The fitted posteriors stay in the run."""
     if run.write.dry_run:
         raise UsageError(
@@ -631,14 +631,14 @@ def _run_step(
 
     A posterior that was fitted with other options stays, and the new one gets another name. An ensemble of other members is replaced.
     """
-    stage = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}")
+    module = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}")
     own = name + suffix.text
     tries = [(None, False)] * (not suffix.is_needed) + [(own, run.write.force)] + [(own, True)] * bool(members)
     for place, (tried, force) in enumerate(tries, start=1):
         step = _derive_run(run, command, options, name=tried, force=force, members=members)
         try:
             run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
-            result: Result = _run_command(stage, step, options, tried or name)
+            result: Result = _run_command(module, step, options, tried or name)
         except OutputExists as error:
             if place == len(tries):
                 error.hint = "add \0force\0 to replace it"
@@ -653,27 +653,27 @@ def _run_step(
     raise AssertionError("unreachable")
 
 
-def _run_command(stage: Any, step: Run, options: CheckedOptions, name: str) -> Result:
+def _run_command(module: Any, step: Run, options: CheckedOptions, name: str) -> Result:
     """Run a command, resuming where the budget or a signal ended it before."""
     if hasattr(options, "resume"):
         suffix = ".nc" if step.command == "hmc" else ".safetensors"
         if state_path(step.folder.posterior(name, suffix=suffix)).exists():
             try:
-                resumed: Result = stage.run(step, replace(options, resume=True))  # type: ignore[type-var]
+                resumed: Result = module.execute(step, replace(options, resume=True))  # type: ignore[type-var]
             except DataError as error:
                 if error.code != "resume_mismatch":
                     raise
                 step.console.info(f"  {error.message}; starting from scratch")
             else:
                 return resumed
-    result: Result = stage.run(step, options)
+    result: Result = module.execute(step, options)
     return result
 
 
 def _is_good(run: Run, name: str) -> bool:
     """True where diagnose, judging the posterior alone, finds it good for its target."""
     options = DiagnoseOptions(posterior=[name])
-    found = importlib.import_module("bnncli.commands.diagnose").run(_derive_run(run, "diagnose", options), options)
+    found = importlib.import_module("bnncli.commands.diagnose").execute(_derive_run(run, "diagnose", options), options)
     return bool(found.extra["verdict"]["is_good"])
 
 

@@ -241,7 +241,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: CalibrateOptions) -> Result:
+def execute(run: Run, options: CalibrateOptions) -> Result:
     """Fit and publish each rule for each group of predictions. The result's metrics are by rule."""
     options.check_together()
     groups = _find_groups(run, options)

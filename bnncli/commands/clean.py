@@ -32,7 +32,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: Any) -> Result:
+def execute(run: Run, options: Any) -> Result:
     """Remove what dead processes left in the run folder and, with --stale, stale artifacts. The result lists them."""
     root = run.folder.root
     if not root.is_dir():

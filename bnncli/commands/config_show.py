@@ -20,7 +20,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: Any) -> Result:
+def execute(run: Run, options: Any) -> Result:
     """Return a table of command, option, value and source."""
     resolved: dict[str, dict[str, Any]] = run.arguments["resolved"]
     rows = [

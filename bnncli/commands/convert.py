@@ -63,7 +63,7 @@ COMMAND = Command(
 _OF_PYTORCH = (".pt", ".pth", ".ckpt", ".bin")  # what torch.load is expected to read
 
 
-def run(run: Run, options: ConvertOptions) -> Result:
+def execute(run: Run, options: ConvertOptions) -> Result:
     """Write the weights of a checkpoint. With --trust-pickle the file's own code may run."""
     source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
     if target.suffix.lower() in _OF_PYTORCH:

@@ -47,7 +47,7 @@ DATA = ("train", "val", "test")
 OUTSIDE = ("mnist",)
 
 
-def run(run: Run, options: DemoOptions) -> Result:
+def execute(run: Run, options: DemoOptions) -> Result:
     """Run every step in the demo's folder. The result is evaluate's table."""
     folder = Path(options.dir)
     checkpoint = _copy_fixture(folder, may_replace=not options.files_only)
@@ -71,7 +71,7 @@ def run(run: Run, options: DemoOptions) -> Result:
         start = time.monotonic()
         argument = [checkpoint] if command == "report" else checkpoint  # which takes several
         step = replace(run, command=command, line=given, arguments={"ckpt": argument}, started=start)
-        result = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}").run(step, chosen)
+        result = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}").execute(step, chosen)
         for line in result.summary:
             run.console.info("  " + line)
         seconds[command] = round(time.monotonic() - start, 2)

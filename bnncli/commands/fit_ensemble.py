@@ -89,7 +89,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: FitEnsembleOptions) -> Result:
+def execute(run: Run, options: FitEnsembleOptions) -> Result:
     """Combine the networks and publish. The result's metrics have the cost and the scores on val."""
     members = sorted((Path(one) for one in run.arguments["member"]), key=lambda path: (path.name, str(path)))
     first = load_split(run, "train" if options.each == LAPLACE else (run.folder.splits() or ["train"])[0])

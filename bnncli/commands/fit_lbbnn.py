@@ -302,7 +302,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: FitLbbnnOptions) -> Result:
+def execute(run: Run, options: FitLbbnnOptions) -> Result:
     """Fit and publish. The result's metrics have the bound's parts and the density."""
     train = load_split(run, "train").check_labeled()
     layout = _layout(options, train)

@@ -246,7 +246,7 @@ COMMAND = Command(
 _CHAIN_VECTORS = 12
 
 
-def run(run: Run, options: FitSghmcOptions) -> Result:
+def execute(run: Run, options: FitSghmcOptions) -> Result:
     """Sample and publish. The result's metrics have R-hat, effective sample sizes and the bias of steps and minibatches."""
     inputs = open_inputs(run, options)
     run.require_device()

@@ -132,7 +132,7 @@ COMMAND = Command(
 _VECTORS = 12  # of P numbers: theta, momentum, gradients, mean and squares, and these in a state to resume from
 
 
-def run(run: Run, options: FitSwagOptions) -> Result:
+def execute(run: Run, options: FitSwagOptions) -> Result:
     """Fit and publish. The result's metrics have the learning rate and the spread."""
     inputs = open_inputs(run, options)
     run.require_device()

@@ -55,7 +55,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: FitTemperatureOptions) -> Result:
+def execute(run: Run, options: FitTemperatureOptions) -> Result:
     """Fit and publish. The result's metrics have the temperature and the NLL before and after."""
     val = require_labeled_val(run, "a temperature is fitted")
     sources, base_path = [val.source], None

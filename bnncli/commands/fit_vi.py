@@ -167,7 +167,7 @@ _VECTORS = (
 )
 
 
-def run(run: Run, options: FitViOptions) -> Result:
+def execute(run: Run, options: FitViOptions) -> Result:
     """Fit and publish. The result's metrics have the ELBO."""
     inputs = open_inputs(run, options)
     run.require_device()

@@ -18,7 +18,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: Any) -> Result:
+def execute(run: Run, options: Any) -> Result:
     """Return the lines of the topic."""
     lines: list[str] = run.arguments["lines"]
     return Result(extra={"topic": run.arguments["topic"], "lines": lines}, lines=lines)

@@ -209,7 +209,7 @@ COMMAND = Command(
 _LEAST_DRAWS = 64  # in a trial, over all chains; with fewer the val NLL is noise
 
 
-def run(run: Run, options: HmcOptions) -> Result:
+def execute(run: Run, options: HmcOptions) -> Result:
     """Sample and publish. The result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
     if options.max_draws is not None and options.until is None:
         raise UsageError("--max-draws is a limit for --until; give --until too")

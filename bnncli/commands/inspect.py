@@ -48,7 +48,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: Any) -> Result:
+def execute(run: Run, options: Any) -> Result:
     """Print facts about an artifact, checkpoint, saved model or data, and a command that works with it."""
     path = _strip_kind(str(run.arguments["file"]))
     if path.is_dir():

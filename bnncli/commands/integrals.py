@@ -146,7 +146,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: IntegralsOptions) -> Result:
+def execute(run: Run, options: IntegralsOptions) -> Result:
     """Print the errors for one Gaussian if --mean is given, else for a grid."""
     options.check_together()
     return _compare_single(run, options) if options.mean is not None else _grid(run, options)

@@ -89,7 +89,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: MergeOptions) -> Result:
+def execute(run: Run, options: MergeOptions) -> Result:
     """Merge and publish. The result's metrics are those of hmc, over all chains."""
     require_features(run)
     parts = find_parts(run, options)

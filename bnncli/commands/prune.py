@@ -81,7 +81,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: PruneOptions) -> Result:
+def execute(run: Run, options: PruneOptions) -> Result:
     """Prune and publish. The result's metrics have the density, and the accuracy before and after."""
     path = find_named(
         run, options.posterior, flag="--posterior", otherwise=run.suggest("fit-lbbnn", name=options.posterior)

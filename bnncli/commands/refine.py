@@ -201,7 +201,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: RefineOptions) -> Result:
+def execute(run: Run, options: RefineOptions) -> Result:
     """Refine and publish. The result's metrics have the ELBO before and after."""
     inputs = open_inputs(run, options)
     options = cast(RefineOptions, inputs.options)

@@ -86,7 +86,7 @@ _WAIT = 1.0  # seconds: a step that was just killed may hold the lock a moment l
 _HELD = ("another bnncli reproduce is writing to this folder", "wait for it to end, or choose another --out")
 
 
-def run(run: Run, options: ReproduceOptions) -> Result:
+def execute(run: Run, options: ReproduceOptions) -> Result:
     """List the recipes, or run the named ones."""
     from bnncli.papers.recipe import recipe_names
     from bnncli.papers.runner import Places

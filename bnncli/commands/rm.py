@@ -35,7 +35,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: Any) -> Result:
+def execute(run: Run, options: Any) -> Result:
     """Remove what is named and what was made from it. The result lists it.
 
     Raises:

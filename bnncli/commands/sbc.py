@@ -125,7 +125,7 @@ COMMAND = Command(
 _LATENT = "lbbnn"
 
 
-def run(run: Run, options: SbcOptions) -> Result:
+def execute(run: Run, options: SbcOptions) -> Result:
     """Simulate, fit, rank and judge. Nothing but a figure is written."""
     require_features(run)
     path = find_named(

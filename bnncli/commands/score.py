@@ -72,7 +72,7 @@ _FIRST = ("split", "predictions", "examples")
 _OF_GROUPS = ("split", "group", "examples")
 
 
-def run(run: Run, options: ScoreOptions) -> Result:
+def execute(run: Run, options: ScoreOptions) -> Result:
     """Read predictions, score them and print the table."""
     said = PredictionClaims(LOGITS if options.logits else PROBS if options.probabilities else None, options.task)
     place = str(run.arguments["file"])

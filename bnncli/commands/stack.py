@@ -95,7 +95,7 @@ def _plan_ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int,
     return found, left_out
 
 
-def run(run: Run, options: StackOptions) -> Result:
+def execute(run: Run, options: StackOptions) -> Result:
     """Fit and publish. The result's metrics have the members, their weights and the mixture's scores on val."""
     train, val = load_split(run, "train").check_labeled(), _val(run)
     run.require_device()

@@ -34,7 +34,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: StatusOptions) -> Result:
+def execute(run: Run, options: StatusOptions) -> Result:
     """Report the state of each artifact."""
     folder = run.folder
     paths = artifact_files(run)

@@ -270,7 +270,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: TrainOptions) -> Result:
+def execute(run: Run, options: TrainOptions) -> Result:
     """Train one network, or several seeds of it, and publish a checkpoint of each."""
     options = options.resolved()
     targets = _targets(run, options)

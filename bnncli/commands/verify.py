@@ -33,7 +33,7 @@ COMMAND = Command(
 SUFFIXES = (".h5", ".safetensors", ".nc", ".json", ".onnx", ".pt2")
 
 
-def run(run: Run, options: Any) -> Result:
+def execute(run: Run, options: Any) -> Result:
     """Check each file and report one line per file. The failure has the first problem's exit code."""
     entries: list[dict[str, Any]] = []
     failure: BnnError | None = None

@@ -195,7 +195,7 @@ class Command:
     name: str = ""
 
     @property
-    def stage(self) -> str:
+    def module(self) -> str:
         """Name of the module in bnncli.commands."""
         return self.name.replace("-", "_")
 

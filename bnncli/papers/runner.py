@@ -185,7 +185,7 @@ def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> FinishedLine:
             line = line.having(name, value)
     aside, start = _Aside(run.console), time.monotonic()
     try:
-        result = _run_stage(run, line, job, aside, force=force)
+        result = _run_command(run, line, job, aside, force=force)
         said = {"metrics": result.metrics, **result.extra} if result.metrics else result.extra
         document = json.loads(json.dumps(spell_options(said), allow_nan=False))
         if result.action == "up_to_date" and target.is_file():  # what it printed when it was made says more
@@ -199,7 +199,7 @@ def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> FinishedLine:
     return FinishedLine(line.pasted(), document, round(time.monotonic() - start, 3), tuple(aside.warnings), why)
 
 
-def _run_stage(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force: bool) -> Any:
+def _run_command(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force: bool) -> Any:
     """Run the line's command as the command line would; --force is not part of what it records."""
     values = line.values() | ({"force": True} if force else {})
     options = {group: made(group, values) for group in line.groups}
@@ -221,7 +221,7 @@ def _run_stage(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force: b
         has_device=False,
         **parts,
     )
-    return registry.load_module("commands", line.command).run(own_run, own)
+    return registry.load_module("commands", line.command).execute(own_run, own)
 
 
 # Studies.

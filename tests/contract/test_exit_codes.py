@@ -49,7 +49,7 @@ def test_1_is_a_bug_of_ours_with_its_traceback(cli: Cli, small_run: Path, monkey
     def fail(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(status, "run", fail)
+    monkeypatch.setattr(status, "execute", fail)
     done = cli("status", small_run, "--json")
     assert done.code == 1
     assert "Traceback" in done.stderr
@@ -336,13 +336,13 @@ LOOP = """
 import time
 from bnncli.__main__ import main
 from bnncli.commands import config_show
-def run(run, options):
+def execute(run, options):
     task = run.console.task("loop", 1000)
     run.console.info("started")
     while True:
         task.advance()
         time.sleep(0.01)
-config_show.run = run
+config_show.execute = execute
 import sys
 sys.argv = ["bnncli", "config", "show", "--json"]
 main()

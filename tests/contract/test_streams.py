@@ -214,7 +214,7 @@ def test_a_result_that_is_not_finite_is_a_bug_and_not_bad_json(
     from bnncli.commands import status
     from bnncli.session.run import Result
 
-    monkeypatch.setattr(status, "run", lambda run, options: Result(extra={"x": float("nan")}))
+    monkeypatch.setattr(status, "execute", lambda run, options: Result(extra={"x": float("nan")}))
     done = cli("status", run, "--json")
     assert (done.code, done.json["ok"]) == (1, False)
 
@@ -337,7 +337,7 @@ def test_a_traceback_is_escaped_too(cli: Cli, nasty_run: Path, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise ZeroDivisionError(NASTY)
 
-    monkeypatch.setattr(status, "run", fail)
+    monkeypatch.setattr(status, "execute", fail)
     done = cli("status", nasty_run)
     assert done.code == 1
     assert "Traceback" in done.stderr

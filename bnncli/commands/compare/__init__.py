@@ -136,7 +136,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: CompareOptions) -> Result:
+def execute(run: Run, options: CompareOptions) -> Result:
     """Measure, test and print. Only --plot writes a file."""
     from bnncli.commands.compare.output import (
         build_dry_run_result,

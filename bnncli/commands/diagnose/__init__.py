@@ -108,7 +108,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: DiagnoseOptions) -> Result:
+def execute(run: Run, options: DiagnoseOptions) -> Result:
     """Judge the posteriors and print the verdicts. Nothing is written."""
     from bnncli.commands.diagnose.diagnosis import diagnosis_tables
 

@@ -105,7 +105,7 @@ COMMAND = Command(
 USUAL = "hmc"  # the reference of distances by default
 
 
-def run(run: Run, options: EvaluateOptions) -> Result:
+def execute(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
     from bnncli.commands.evaluate.curves import check_true_inputs, draw_plots, plan_plots
 

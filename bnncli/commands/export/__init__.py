@@ -144,7 +144,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: ExportOptions) -> Result:
+def execute(run: Run, options: ExportOptions) -> Result:
     """Export one posterior by one integrator."""
     from bnncli.commands.export import build
     from bnncli.commands.export.build import format_summary

@@ -234,7 +234,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: ExtractFeaturesOptions) -> Result:
+def execute(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split, and the network as trained as the posterior `map`."""
     from bnncli.commands.extract_features.arrays import extract_from_arrays
     from bnncli.commands.extract_features.network import lend_to_first

@@ -1,6 +1,6 @@
 """fit-laplace: fit a Gaussian posterior to the last layer or to other layers.
 
-`run` opens the inputs and hands a `Method` to `run_fit` (session/fits.py), for the last layer (last_layer.py) or for
+`execute` opens the inputs and hands a `Method` to `run_fit` (session/fits.py), for the last layer (last_layer.py) or for
 other layers (network.py). `run_fit` makes the request, and `produce` (session/produce.py) locks, decides whether there
 is work, fits, and publishes.
 """
@@ -295,7 +295,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: FitLaplaceOptions) -> Result:
+def execute(run: Run, options: FitLaplaceOptions) -> Result:
     """Fit and publish the posterior. The result's metrics record the prior precision and the structure chosen."""
     from bnncli.commands.fit_laplace.last_layer import LastLayerLaplace, check_last_layer
     from bnncli.commands.fit_laplace.network import NetworkLaplace, check_network

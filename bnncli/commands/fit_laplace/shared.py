@@ -12,21 +12,13 @@ import numpy as np
 
 from bnncli.artifacts.features import label_counts
 from bnncli.inference.laplace import LaplaceFit
-from bnncli.inference.prior_search import (
-    SAMPLED,
-    PriorSearch,
-)
+from bnncli.inference.prior_search import SAMPLED, PriorSearch
 from bnncli.inference.prior_variants import FoldSearch
 from bnncli.names import percent
 from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import LAST
 from bnncli.registry import declaring
-from bnncli.session.fits import (
-    Method,
-    Report,
-    span_line,
-    span_metrics,
-)
+from bnncli.session.fits import Method, Report, span_line, span_metrics
 from bnncli.session.inputs import Split
 from bnncli.session.produce import Request
 from bnncli.session.run import Run

@@ -89,7 +89,7 @@ _HELD = (
 )
 
 
-def run(run: Run, options: GridOptions) -> Result:
+def execute(run: Run, options: GridOptions) -> Result:
     """Run the lines, or print them with --dry-run. The result says how each ended."""
     from bnncli.commands.grid.plan import list_places, plan_jobs, read_grid
     from bnncli.commands.grid.running import Journal, Schedule, check_apart

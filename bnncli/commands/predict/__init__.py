@@ -58,7 +58,7 @@ COMMAND = Command(
 )
 
 
-def run(run: Run, options: PredictOptions) -> Result:
+def execute(run: Run, options: PredictOptions) -> Result:
     """Predict each split by each posterior and integrator. Skip what cannot be used with a warning, unless it was named."""
     from bnncli.commands.predict.table import check_table_path, decide, make_table, parse_merges, rule_columns
 

@@ -99,7 +99,7 @@ COMMAND = Command(
 UNWRITTEN = "no report was written"  # where a signal has come before it was
 
 
-def run(run: Run, options: ReportOptions) -> Result:
+def execute(run: Run, options: ReportOptions) -> Result:
     """Check the inputs and the output path, then gather, draw and write."""
     runs = each_checkpoint(run)
     for one in runs:

@@ -385,7 +385,7 @@ _KINDS = {"features": 0, "posterior": 1, "samples": 1, "predictions": 2, "metric
 def origins(subject: Subject) -> list[Block]:
     """The section."""
     run = subject.run
-    found = try_find(lambda: importlib.import_module("bnncli.commands.status").run(run, StatusOptions()))
+    found = try_find(lambda: importlib.import_module("bnncli.commands.status").execute(run, StatusOptions()))
     if isinstance(found, Missing):
         return [found]
     told = {str(one.path): one.what for one in subject.damaged}  # status reads headers alone
