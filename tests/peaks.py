@@ -17,8 +17,9 @@ from torch import Tensor
 from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.flows.affine import Affine
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.laplace import RowLift, fit_gaussian, lift_fit
+from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
+from bnncli.inference.row_space import RowLift, lift_fit
 from bnncli.integrators.mc import Mc
 from bnncli.latent.factors import initial_factors, initial_model
 from bnncli.latent.fit import EstimatorSettings, Plan, fit_latent

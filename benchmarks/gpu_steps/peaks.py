@@ -15,8 +15,9 @@ from bnncli.flows._affine_sizes import num_elements
 from bnncli.flows.affine import Affine
 from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.laplace import RowLift, fit_gaussian, lift_fit
+from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
+from bnncli.inference.row_space import RowLift, lift_fit
 from bnncli.latent.factors import num_params
 from bnncli.latent.fit import EstimatorSettings, Plan, fit_latent
 from bnncli.parameters.layouts import HeadLayout, NetworkLayout

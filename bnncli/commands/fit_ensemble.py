@@ -30,11 +30,12 @@ from bnncli.posteriors.ensemble import Ensemble
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.mixture import MemberLayout, Mixture
 from bnncli.session import revisions as _revisions
-from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior, span_to_fit
+from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import Split, load_split
 from bnncli.session.network import Network
 from bnncli.session.network_splits import BATCH, NetworkReader, network_sources
 from bnncli.session.produce import Request
+from bnncli.session.row_spaces import span_to_fit
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import (
     load_labeled_val,

@@ -18,11 +18,12 @@ from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergen
 from bnncli.evaluation.verdict import LOW_BFMI, lowest_bfmi
 from bnncli.inference import memory
 from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, draw_goals, sample_hmc
-from bnncli.inference.laplace import complete_draws, fit_gaussian
+from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.network_memory import NetworkDraws
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.prior_variants import PriorTrial, climb_prior
+from bnncli.inference.row_space import complete_draws
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
 from bnncli.names import counted, percent
@@ -54,7 +55,7 @@ from bnncli.session.chains import (
     prediction_metrics,
 )
 from bnncli.session.costs import Cost
-from bnncli.session.fits import Base, FitOutput, Fitting, Method, Report, open_inputs, row_space, run_fit, span_to_fit
+from bnncli.session.fits import Base, FitOutput, Fitting, Method, Report, open_inputs, run_fit
 from bnncli.session.inputs import Split, open_posterior
 from bnncli.session.out_of_fold import fit_on_meta
 from bnncli.session.prior_choice import (
@@ -65,6 +66,7 @@ from bnncli.session.prior_choice import (
     search_identity,
 )
 from bnncli.session.produce import Request, Resumable, ResumableDraws
+from bnncli.session.row_spaces import row_space, span_to_fit
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines
 from bnncli.structures import Covariance

@@ -35,7 +35,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
-from bnncli.session.fits import Base, FitInputs, FitOutput, Fitting, Method, Report, run_fit, span_of
+from bnncli.session.fits import Base, FitInputs, FitOutput, Fitting, Method, Report, run_fit
 from bnncli.session.inputs import Split, open_posterior, posterior_prior, posterior_source
 from bnncli.session.out_of_fold import fit_on_meta, keep_if_held_out, load_fitted, read_fitted_splits, require_features
 from bnncli.session.predictions import find_base
@@ -48,6 +48,7 @@ from bnncli.session.prior_choice import (
     search_identity,
 )
 from bnncli.session.produce import Request, prepare_resumable_training
+from bnncli.session.row_spaces import span_of
 from bnncli.session.run import Result, Run
 from bnncli.session.states import advise_predict, fresh_posterior
 from bnncli.session.val_report import (

@@ -1,39 +1,30 @@
 """The Laplace approximation: a Gaussian with the curvature of the log posterior at its mode.
 
-Includes the evidence, the effective number of parameters, the row-space reduction of last layers, and draws by
-conjugate gradients for networks.
+Includes the evidence and the effective number of parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bnncli.errors import NumericError
 from bnncli.inference.mode import LocalCovariance, Mode, covariance_at, find_suitable_mode
 from bnncli.lazy import torch
 from bnncli.names import add_article
-from bnncli.parameters.layouts import HeadLayout
-from bnncli.parameters.prior import Prior
-from bnncli.posteriors import standard_normal
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.structures import Covariance, num_varying, varying_places
-from bnncli.structures.row_space import WithinRows
-from bnncli.system import signals
-from bnncli.targets.network import pairs_at_once
-from bnncli.targets.row_space import RowSpace
 from bnncli.targets.target import CurvedTarget
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.targets.network import NetworkTarget
-
 
 CENTERS = ("mode", "checkpoint")
+
+
 MOST_MODEL_ERROR = 0.5  # nats, of a quadratic model at its own maximum; the evidence is off by about as much
 
 
@@ -186,229 +177,3 @@ def num_effective(target: CurvedTarget, fit: LaplaceFit) -> float:
         for step in (-_STEP, _STEP)
     )
     return num_varying(covariance) - (looser - tighter) / _STEP
-
-
-@dataclass(frozen=True)
-class RowLift:
-    """Map from theta inside the span of the features to all of theta, for prior_criterion.Lift.
-
-    Args:
-        rows: the span.
-        prior: over all of theta; its mean centres the part outside the span.
-    """
-
-    rows: RowSpace
-    prior: Prior
-
-    @property
-    def layout(self) -> HeadLayout:
-        """Layout of all of theta."""
-        return self.rows.layout
-
-    def theta(self, theta: Tensor) -> Tensor:
-        """Return theta (..., P) with the prior's mean outside the span, from theta inside it."""
-        return self.rows.lift_about(theta, self.prior)
-
-    def covariance(self, covariance: Covariance, prior: Prior) -> WithinRows:
-        """Return the covariance over all of theta: the prior's outside the span."""
-        return WithinRows(covariance, self.rows, prior.weight_precision)
-
-
-def lift_gaussian(gaussian: Gaussian, lift: RowLift) -> Gaussian:
-    """Extend a Gaussian over theta inside the span of the features to all of theta: outside it is the prior."""
-    prior = replace(gaussian.require_prior(), mean=lift.prior.mean)
-    return Gaussian(lift.theta(gaussian.mean), lift.covariance(gaussian.covariance, prior), lift.layout, prior)
-
-
-def lift_fit(fit: LaplaceFit, lift: RowLift) -> LaplaceFit:
-    """Extend a fit of `rows.target` to all of theta; exact at the mode.
-
-    The evidence and the Hessian (in coordinates of the span) do not change, since outside the span posterior and prior
-    agree. The log joint gains the prior density outside the span at its mean.
-    """
-    gaussian = lift_gaussian(fit.gaussian, lift)
-    constant = 0.5 * lift.rows.num_outside * math.log(gaussian.require_prior().weight_precision / (2 * math.pi))
-    mode = None
-    if fit.mode is not None:
-        mode = replace(fit.mode, theta=gaussian.mean, log_joint=fit.mode.log_joint + constant)
-    return replace(fit, gaussian=gaussian, mode=mode, log_joint=fit.log_joint + constant)
-
-
-def complete_draws(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, prior: Prior) -> tuple[Tensor, Tensor]:
-    """Return all of theta (S, P) for draws (S, K (r + 1)) inside the span, and the log prior density of the rest, (S,).
-
-    Args:
-        generator: random generator of the rest.
-        rows: the span.
-        prior: of all of theta; isotropic over the weights.
-    """
-    noise = standard_normal(theta.shape[0], rows.layout.num_params, generator, theta.device).to(theta)
-    weight, bias = rows.layout.split(noise)
-    nothing = None if bias is None else torch.zeros_like(bias)
-    noise = rows.layout.join(weight, nothing)
-    outside = noise - rows.lift(rows.reduce(noise))
-    precision = prior.weight_precision
-    constant = 0.5 * rows.num_outside * math.log(precision / (2 * math.pi))
-    return rows.lift_about(theta, prior) + outside * precision**-0.5, constant - 0.5 * outside.double().square().sum(
-        dim=1
-    )
-
-
-TOLERANCE = 1e-2  # relative residual of a draw: an error of a few hundredths of a standard deviation
-MOST_STEPS = 1000
-_FEWEST = 64  # examples at once, below which vectors are processed one after the other
-# PyTorch draws CPU normals in groups of sixteen: blocks of a multiple of sixteen examples get the numbers of one call.
-_SIXTEEN = 16
-
-
-class Solutions(NamedTuple):
-    """Solutions of (H + Lambda) d = b.
-
-    Args:
-        values: d (S, P) float64.
-        num_steps: conjugate gradient steps, one product each.
-        residual: largest relative residual of the draws, in the norm of the whitening Gaussian.
-    """
-
-    values: Tensor
-    num_steps: int
-    residual: float
-
-    @property
-    def num_passes(self) -> int:
-        """Passes over the data: for the right sides, each step, and the final residual."""
-        return self.num_steps + 2
-
-
-def linear_draws(
-    target: NetworkTarget,
-    theta: Tensor,
-    whitening: Covariance,
-    *,
-    num_draws: int,
-    generator: torch.Generator,
-    tolerance: float = TOLERANCE,
-    progress: Progress = SILENT,
-) -> Solutions:
-    """Draw deviations from theta (P,) of N(theta, (H + Lambda)^{-1}), with H the Gauss-Newton matrix at theta.
-
-    Args:
-        target: its prior has precision Lambda.
-        whitening: preconditioner, close to that covariance; the closer, the fewer passes.
-        num_draws: S.
-        generator: CPU generator of the right sides.
-        tolerance: of the relative residuals.
-        progress: advances once per step.
-
-    Raises:
-        NumericError: the residuals do not reach the tolerance.
-    """
-
-    def normals(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
-
-    sides = right_sides(target, theta, num_draws, normals)
-    return solve(precision_operator(target, theta), sides, whitening, tolerance=tolerance, progress=progress)
-
-
-def right_sides(target: NetworkTarget, theta: Tensor, num_draws: int, normals: Callable[..., Tensor]) -> Tensor:
-    """Return b (S, P) float64, linear in standard normals: (S, P) for the prior, then (n, S, M) per block of examples."""
-    theta = theta.to(target.device, target.dtype)
-    precisions = target.prior.diagonal(target.layout, device=target.device)
-    total = normals(num_draws, len(theta)).to(target.device) * precisions.sqrt()
-    size = max(_SIXTEEN, target.rows_at_once(num_draws, theta.dtype) // _SIXTEEN * _SIXTEEN)
-    for begin in range(0, target.num_examples, size):
-        signals.raise_if_interrupted("the draws")
-        rows = slice(begin, min(begin + size, target.num_examples))
-        inputs = target.inputs[rows].to(target.device)
-        with torch.enable_grad():
-            logits, pull = torch.func.vjp(
-                lambda one, inputs=inputs: target.layout.logits(inputs, one.unsqueeze(0))[0], theta
-            )[:2]
-        probs = target.likelihood.normalize_(logits.detach().T.unsqueeze(1).clone())[1][:, 0]
-        root = target.likelihood.hessian_root(probs)
-        noise = normals(logits.shape[0], num_draws, root.shape[1]).to(root)
-        slopes = torch.einsum("kmn,nsm->snk", root, noise)
-        total += torch.func.vmap(lambda one, pull=pull: pull(one)[0])(slopes).double() * target.likelihood_scale**0.5
-    return total
-
-
-def precision_operator(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function (S, P) -> (S, P) float64 that multiplies by H + Lambda at theta (P,), all vectors in one pass."""
-    theta = theta.to(target.device, target.dtype)
-    pairs = pairs_at_once(target.layout, target.device, theta.dtype)
-    most = max(1, pairs // min(_FEWEST, target.num_examples))  # vectors at once
-
-    def multiply(vectors: Tensor) -> Tensor:
-        total = -target.prior.curvature_times(vectors, target.layout)
-        for some, part in zip(vectors.to(theta).split(most), total.split(most), strict=True):
-            for rows in target.row_blocks(len(some), theta.dtype):
-                part += _product(target, theta, some, rows).double() * target.likelihood_scale
-        return total
-
-    return multiply
-
-
-def _product(target: NetworkTarget, theta: Tensor, vectors: Tensor, rows: slice) -> Tensor:
-    """Return sum_n J_n^T H_n J_n v over the examples in `rows`, (S, P), for vectors (S, P)."""
-    inputs = target.inputs[rows].to(target.device)
-    with torch.enable_grad():
-        logits, pull = torch.func.vjp(lambda one: target.layout.logits(inputs, one.unsqueeze(0))[0], theta)[:2]
-    probs = target.likelihood.normalize_(logits.detach().T.unsqueeze(1).clone())[1]
-    pushed = target.layout.push(inputs, theta, vectors).permute(2, 0, 1).contiguous()
-    weighted = target.likelihood.hessian_product_(probs, pushed).permute(1, 2, 0)
-    return torch.func.vmap(lambda one: pull(one)[0])(weighted)
-
-
-def solve(
-    multiply: Callable[[Tensor], Tensor],
-    sides: Tensor,
-    whitening: Covariance,
-    *,
-    tolerance: float = TOLERANCE,
-    progress: Progress = SILENT,
-) -> Solutions:
-    """Solve A d = b for all right sides b (S, P) at once; converged ones take no more products.
-
-    Args:
-        multiply: multiplies rows (S, P) by A (P, P), positive definite, float64.
-        whitening: Sigma, close to A^{-1}; residual norms are r^T Sigma r.
-
-    Raises:
-        NumericError: the residuals do not reach the tolerance.
-    """
-    task = progress.task("conjugate gradients", MOST_STEPS)
-    found = torch.zeros_like(sides)
-    residual = sides.clone()
-    white = _times(whitening, residual)
-    first = length = (residual * white).sum(dim=1)
-    direction = white.clone()
-    num_steps = 0
-    while True:
-        active = (length > tolerance**2 * first).nonzero()[:, 0]
-        if not len(active) or num_steps == MOST_STEPS or not bool(torch.isfinite(length).all()):
-            break
-        signals.raise_if_interrupted("the draws")
-        some = direction[active]
-        product = multiply(some)
-        step = (length[active] / (some * product).sum(dim=1)).unsqueeze(1)
-        found[active] += step * some
-        residual[active] -= step * product
-        white = _times(whitening, residual[active])
-        before, length = length, length.index_copy(0, active, (residual[active] * white).sum(dim=1))
-        direction[active] = white + (length / before)[active].unsqueeze(1) * some
-        num_steps += 1
-        task.advance(note=f"residual {float((length / first).max().sqrt()):.2g}")
-    residual = sides - multiply(found)  # the true residual, without the rounding that the steps accumulate
-    left = float(((residual * _times(whitening, residual)).sum(dim=1) / first).max().sqrt())
-    if not left <= 2 * tolerance:
-        raise NumericError(
-            f"conjugate gradients left residuals of {left:.2g} after {num_steps} steps; expected at most {tolerance:g}",
-            hint="use a larger \0prior_precision\0, or a \0structure\0 closer to full",
-        )
-    return Solutions(found, num_steps, left)
-
-
-def _times(covariance: Covariance, rows: Tensor) -> Tensor:
-    """Return r Sigma for rows r (S, P)."""
-    return covariance.unwhiten(covariance.pull_back(rows))

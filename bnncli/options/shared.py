@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from bnncli import registry
 from bnncli.errors import UsageError
@@ -14,9 +14,6 @@ from bnncli.names import unknown_value_error
 from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
 from bnncli.options.declaration import CheckedOptions, list_forms, option, parse_positive
 from bnncli.parameters.module import LAST, STATE
-
-if TYPE_CHECKING:
-    pass
 
 
 def trust_code_option(*, is_recorded: bool = True, also: str = "", group: str = "Inputs", is_rare: bool = True) -> Any:

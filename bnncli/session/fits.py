@@ -10,16 +10,15 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from bnncli import registry
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import write_posterior
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, NumericError, UsageError
-from bnncli.inference import memory, network_memory
+from bnncli.inference import network_memory
 from bnncli.inference.network_memory import StochasticFitPlan
 from bnncli.likelihoods import name_to_record
 from bnncli.options.shared import LayersOptions, TargetOptions
-from bnncli.parameters.layouts import HeadLayout, reduced_layout
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.session import predictions
 from bnncli.session.inputs import Split, head_tensors, open_posterior, posterior_prior, posterior_source
@@ -35,7 +34,6 @@ from bnncli.session.out_of_fold import (
 from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import load_labeled_val, warn_if_worse
-from bnncli.system.memory import budget
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
     from bnncli.parameters.module import ModuleLayout
     from bnncli.posteriors.gaussian import Gaussian
     from bnncli.session.network_splits import NetworkReader
-    from bnncli.targets.last_layer import LastLayerTarget
-    from bnncli.targets.row_space import RowSpace
 
 
 _SUFFIXES = {"posterior": ".safetensors", "samples": ".nc"}
@@ -168,56 +164,6 @@ def _content(fitted: FitOutput) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= head_tensors(fitted.split)
         meta |= {"num_examples": len(content.features), "classes": content.classes}
     return tensors, meta
-
-
-def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
-    """Return the largest layout of theta within the span of the features; None to fit all of theta.
-
-    Args:
-        structure: as requested; auto means full or block only if one of them can be fitted in the span.
-        sizes: see memory.fit_bytes.
-    """
-    num_examples, num_features = train.content.features.shape
-    if num_examples >= num_features or structure not in ("auto", *registry.declaring("curvature", "is_fitted_in_span")):
-        return None
-    span = reduced_layout(train.layout, num_examples)
-    if structure == "auto":
-        structure = memory.automatic_structure(
-            span, budget(run.device_name), device=run.device_name, whole=train.layout, **sizes
-        )
-    return span if registry.declared("curvature", structure, "is_fitted_in_span") else None
-
-
-def span_of(meta: Mapping[str, Any]) -> HeadLayout | None:
-    """Return the layout within the span of the features from a header; None for a fit of all of theta."""
-    rank = meta.get("row_space_rank")
-    return None if rank is None else reduced_layout(HeadLayout.from_meta(meta), int(rank))
-
-
-def row_space(target: LastLayerTarget) -> RowSpace:
-    """Return the span of a target's features, on the target's device."""
-    from bnncli.targets.row_space import RowSpace
-
-    return RowSpace.of(target.features.to(target.device), target.layout)
-
-
-def span_metrics(gaussian: Gaussian) -> dict[str, int]:
-    """Return rank and number of the features for a Gaussian fitted in their span; empty otherwise."""
-    from bnncli.structures.row_space import rows_of
-
-    within = rows_of(gaussian.covariance)
-    if within is None:
-        return {}
-    return {"row_space_rank": within.rows.rank, "num_features": within.rows.layout.num_features}
-
-
-def span_line(metrics: Mapping[str, Any]) -> list[str]:
-    """Return `span_metrics` as a line for people."""
-    rank = metrics.get("row_space_rank")
-    if rank is None:
-        return []
-    reached = f"the training features span {rank:,} of {metrics['num_features']:,} directions"
-    return [f"{reached}: the fit is exact in these directions, and all others keep the prior"]
 
 
 LEAVE_OUT = "omit \0learning_rate\0 to let bnncli choose one"

@@ -20,7 +20,8 @@ from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.samples import read_samples
 from bnncli.cli.execute import run_command_line
 from bnncli.inference import memory
-from bnncli.inference.laplace import complete_draws, fit_gaussian
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.row_space import complete_draws
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow

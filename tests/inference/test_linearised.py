@@ -13,8 +13,9 @@ from problems.tiny_networks import tiny_target
 from torch import Tensor
 
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference import laplace as module
-from bnncli.inference.laplace import fit_gaussian, linear_draws, precision_operator, right_sides, solve
+from bnncli.inference import linear_draws as module
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.linear_draws import draw_linearised, precision_operator, right_sides, solve
 from bnncli.inference.memory import NUM_DRAWS
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.prior_criterion import covariances_at_once, linearised_losses, noise_size
@@ -127,7 +128,7 @@ def gaussian(target: NetworkTarget, structure: str = "full") -> Gaussian[Any]:
 
 def drawn(target: NetworkTarget, num_draws: int, structure: str = "diag", **given: Any) -> Tensor:
     base = gaussian(target, structure)
-    return linear_draws(target, base.mean, base.covariance, num_draws=num_draws, generator=seeded(1), **given).values
+    return draw_linearised(target, base.mean, base.covariance, num_draws=num_draws, generator=seeded(1), **given).values
 
 
 @every_output
@@ -173,7 +174,7 @@ def test_the_product_is_the_dense_one(rows: int, pairs: int, monkeypatch: pytest
     """Also where vectors, and examples, go through the network in several blocks."""
     target = replace(tiny_target(prior=PRIOR), likelihood_scale=3.0)
     monkeypatch.setattr(NetworkTarget, "rows_at_once", lambda self, *given: min(rows, self.num_examples))
-    monkeypatch.setattr("bnncli.inference.laplace.pairs_at_once", lambda *given: pairs)
+    monkeypatch.setattr("bnncli.inference.linear_draws.pairs_at_once", lambda *given: pairs)
     vectors = torch.randn(5, target.layout.num_params, generator=seeded(2), dtype=torch.float64)
     torch.testing.assert_close(precision_operator(target, target.layout.trained())(vectors), vectors @ dense(target))
 
@@ -191,7 +192,7 @@ def test_the_exact_gaussian_needs_a_single_step() -> None:
     steps = {}
     for structure in ("diag", "kron", "full"):
         base = gaussian(target, structure)
-        found = linear_draws(target, base.mean, base.covariance, num_draws=8, generator=seeded(1))
+        found = draw_linearised(target, base.mean, base.covariance, num_draws=8, generator=seeded(1))
         assert found.residual <= 2e-2
         assert found.num_passes == found.num_steps + 2
         steps[structure] = found.num_steps

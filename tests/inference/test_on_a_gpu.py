@@ -23,7 +23,8 @@ from bnncli.artifacts.resume import DrawFile
 from bnncli.evaluation.convergence import convergence, held_out_convergence
 from bnncli.inference.dynamics import DYNAMICS, DrawStore, WhitenedPotential
 from bnncli.inference.hmc import HmcRun, Workers, sample_hmc
-from bnncli.inference.laplace import complete_draws, fit_gaussian
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.row_space import complete_draws
 from bnncli.models import features as parts
 from bnncli.models.features import FeatureComputation
 from bnncli.numerics import random as seeds

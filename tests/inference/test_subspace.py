@@ -14,8 +14,8 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.flows import build_layers
 from bnncli.inference.elbo import measure_gain
-from bnncli.inference.laplace import RowLift, lift_gaussian
 from bnncli.inference.refine import Objective, fit_flow
+from bnncli.inference.row_space import RowLift, lift_gaussian
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow

@@ -14,9 +14,10 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import log_weights
-from bnncli.inference.laplace import RowLift, fit_gaussian, laplace_evidence, lift_fit, lift_gaussian
+from bnncli.inference.laplace import fit_gaussian, laplace_evidence
 from bnncli.inference.mode import covariance_at, find_mode
 from bnncli.inference.prior_search import search
+from bnncli.inference.row_space import RowLift, lift_fit, lift_gaussian
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow

@@ -18,7 +18,7 @@ from bnncli.commands.fit_laplace.shared import (
 )
 from bnncli.errors import DataError, UsageError
 from bnncli.inference import memory
-from bnncli.inference.laplace import LaplaceFit, RowLift, fit_gaussian, lift_fit
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.memory import NUM_DRAWS, NUM_FOLDS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
 from bnncli.inference.mode import find_suitable_mode
 from bnncli.inference.prior_criterion import LeftOutExamples
@@ -37,6 +37,7 @@ from bnncli.inference.prior_search import (
     search_size,
 )
 from bnncli.inference.prior_variants import Fold, FoldSearch, search_folds, stratified_folds
+from bnncli.inference.row_space import RowLift, lift_fit
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import HeadLayout, MatrixLayout
@@ -45,9 +46,10 @@ from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
-from bnncli.session.fits import FitInputs, FitOutput, Fitting, row_space, span_to_fit
+from bnncli.session.fits import FitInputs, FitOutput, Fitting
 from bnncli.session.inputs import Split
 from bnncli.session.out_of_fold import VAL, GaussianFolds, select_fitted_rows
+from bnncli.session.row_spaces import row_space, span_to_fit
 from bnncli.session.run import Run
 from bnncli.system.devices import estimate_speed
 from bnncli.system.memory import budget, bytes_text

@@ -16,7 +16,8 @@ from bnncli.commands.fit_laplace.shared import (
     warn_of_shortfall,
 )
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference.laplace import LaplaceFit, fit_gaussian, linear_draws, num_effective
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian, num_effective
+from bnncli.inference.linear_draws import draw_linearised
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.inference.prior_search import PriorSearch, search
 from bnncli.inference.prior_variants import choose_layer_precisions
@@ -237,7 +238,7 @@ def _draw(
 ) -> tuple[LinearDraws, dict[str, Any]]:
     """Draw from the full Gauss-Newton Gaussian, with `gaussian` as the preconditioner, and return the solver's metrics."""
     prior = gaussian.require_prior()
-    found = linear_draws(
+    found = draw_linearised(
         target.with_prior(prior),
         gaussian.mean,
         gaussian.covariance,

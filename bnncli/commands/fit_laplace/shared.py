@@ -18,9 +18,10 @@ from bnncli.names import percent
 from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import LAST
 from bnncli.registry import declaring
-from bnncli.session.fits import Method, Report, span_line, span_metrics
+from bnncli.session.fits import Method, Report
 from bnncli.session.inputs import Split
 from bnncli.session.produce import Request
+from bnncli.session.row_spaces import span_line, span_metrics
 from bnncli.session.run import Run
 from bnncli.session.states import advise_predict, fresh_posterior
 from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines, warn_if_worse
