@@ -81,7 +81,7 @@ def unknown_value_error(where: str, given: object, known: Sequence[object], *, a
     return UsageError(f"{where}: expected {expected}; got {given!r}", hint=hint)
 
 
-def counted(count: int, noun: str) -> str:
+def count_noun(count: int, noun: str) -> str:
     """Return a number and its noun, in the plural unless the number is one."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 

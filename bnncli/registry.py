@@ -72,7 +72,7 @@ class _Installed(NamedTuple):
 
 def names(family: str) -> list[str]:
     """Return the names of a family, sorted: file names with dashes, except those that start with `_`."""
-    return sorted({*_own(family), *_installed(family)})
+    return sorted({*_own(family), *_list_installed(family)})
 
 
 def own_names(family: str) -> list[str]:
@@ -82,20 +82,20 @@ def own_names(family: str) -> list[str]:
 
 def has_name(family: str, name: str) -> bool:
     """Return whether the family has a part of this name; checks installed parts last."""
-    return name in _own(family) or name in _installed(family)
+    return name in _own(family) or name in _list_installed(family)
 
 
 def in_order(family: str) -> list[str]:
     """Return the names of a family whose parts declare `order`, lowest first."""
-    return sorted(names(family), key=lambda name: (declared(family, name, "order"), name))
+    return sorted(names(family), key=lambda name: (read_declared(family, name, "order"), name))
 
 
-def declaring(family: str, attribute: str) -> list[str]:
+def list_declaring(family: str, attribute: str) -> list[str]:
     """Return the names of a family whose parts declare the attribute true."""
-    return [name for name in names(family) if declared(family, name, attribute)]
+    return [name for name in names(family) if read_declared(family, name, attribute)]
 
 
-def declared(family: str, name: str, attribute: str) -> Any:
+def read_declared(family: str, name: str, attribute: str) -> Any:
     """Return the literal value of a class attribute, read from the file without an import."""
     found = _attributes(family, name)
     if attribute not in found:
@@ -163,7 +163,7 @@ def load_module(family: str, name: str) -> ModuleType:
         module = importlib.import_module(f"bnncli.{_folder(family).replace('/', '.')}.{_file_stem(name)}")
     else:
         try:
-            module = importlib.import_module(_installed(family)[name].module)
+            module = importlib.import_module(_list_installed(family)[name].module)
         except Exception as error:  # third-party code may raise anything
             raise broken(family, name, f"importing it failed with {type(error).__name__}: {error}") from error
     for need in _NEEDS.get(family, ()):
@@ -182,7 +182,7 @@ def with_installed(family: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """
     (constant,) = _NEEDS[family]
     found = dict(table)
-    for name, part in _installed(family).items():
+    for name, part in _list_installed(family).items():
         key = name.replace("-", "_")
         if key in table:
             raise _refusal(family, name, part.distribution, _IS_OURS)
@@ -200,9 +200,9 @@ def source_of(family: str, name: str) -> Path:
     if name in _own(family):
         stem = _PACKAGE / _folder(family) / _file_stem(name)
         return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
-    path = _find_module_file(_installed(family)[name].module)
+    path = _find_module_file(_list_installed(family)[name].module)
     if path is None:
-        raise broken(family, name, f"the module {_installed(family)[name].module} has no file")
+        raise broken(family, name, f"the module {_list_installed(family)[name].module} has no file")
     return path
 
 
@@ -225,7 +225,7 @@ def broken(family: str, name: str, why: str) -> UsageError:
     why = " ".join(why.split())
     if name in _own(family):
         return UsageError(f"{source_of(family, name)}: {why}", code="broken_part")
-    return _refusal(family, name, _installed(family)[name].distribution, why)
+    return _refusal(family, name, _list_installed(family)[name].distribution, why)
 
 
 def _refusal(family: str, name: str, distribution: str, why: str) -> UsageError:
@@ -253,7 +253,7 @@ def _has_class(family: str, name: str, path: Path) -> bool:
 
 
 @cache
-def _installed(family: str) -> dict[str, _Installed]:
+def _list_installed(family: str) -> dict[str, _Installed]:
     """Return a family's installed parts. Raises UsageError for a duplicate name or an invalid module name."""
     found: dict[str, _Installed] = {}
     for name, value, distribution in _entry_points().get(_group(family), ()):

@@ -38,7 +38,7 @@ from bnncli.session.inputs import load_split, posterior_classes, posterior_sourc
 from bnncli.session.network import RecordedNetwork
 from bnncli.session.predictions import find_named
 from bnncli.session.predictor import Predictor, TrainData, warn_of_draws, warn_of_few_draws
-from bnncli.session.recommendation import metrics_of, recommended
+from bnncli.session.recommendation import metrics_of, open_recommendation
 from bnncli.system.devices import keep_random_state
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ class OpenedRun:
 
 def _choose_posterior(run: Run, posterior: str | None, integrator: str | None) -> tuple[str, str | None]:
     """Return auto's recommendation if neither was named, like `bnncli predict`; else the posterior, laplace by default."""
-    if posterior is None and integrator is None and (found := recommended(run)) is not None:
+    if posterior is None and integrator is None and (found := open_recommendation(run)) is not None:
         return found.posterior, found.integrator
     return posterior or "laplace", integrator
 

@@ -29,7 +29,7 @@ from bnncli.cli.options import (
 )
 from bnncli.console import Console
 from bnncli.errors import ELSEWHERE, BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
-from bnncli.names import counted, printable
+from bnncli.names import count_noun, printable
 from bnncli.options.command import (
     Command,
     CommandLine,
@@ -42,7 +42,7 @@ from bnncli.options.command import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.declaration import flag_of, made, spell_options
+from bnncli.options.declaration import build_options, flag_of, spell_options
 from bnncli.system import signals
 from bnncli.system.workers import LOST
 
@@ -60,7 +60,7 @@ def usage_words(error: Any) -> str:
     context = getattr(error, "ctx", None)
     if (extra := _EXTRA.fullmatch(said)) and context is not None:
         taken = [str(one.name).upper() for one in context.command.params if one.param_type_name == "argument"]
-        return f"expected {counted(len(taken), 'argument')}{''.join(f', {one}' for one in taken)}; got {extra[1]!r} as well"
+        return f"expected {count_noun(len(taken), 'argument')}{''.join(f', {one}' for one in taken)}; got {extra[1]!r} as well"
     faults = getattr(error.__cause__, "errors", None)
     param = getattr(error, "param", None)
     if faults is None or param is None:
@@ -221,7 +221,7 @@ class _Invocation:
         self.command = command.name
         module = registry.load_module("commands", command.name)
         command = replace(module.COMMAND, name=command.name)  # replaces the option classes read for help
-        options: dict[type, Any] = {group: made(group, values) for group in command.groups}
+        options: dict[type, Any] = {group: build_options(group, values) for group in command.groups}
         common = spread.silence_options(options[CommonOptions]) if spread.is_follower() else options[CommonOptions]
         self.is_json = common.json
         self.line = self._line(command)

@@ -14,7 +14,7 @@ from typing import Any
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError, Exit, Interrupted, UsageError, bug, left_by, machine_error
 from bnncli.lazy import torch
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.options.command import CommonOptions, ComputeOptions
 from bnncli.system import signals, workers
 from bnncli.system.devices import device_name
@@ -51,7 +51,7 @@ def own_device(options: ComputeOptions) -> ComputeOptions:
     here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if here > count:  # all workers raise; worker 0 reports
         raise UsageError(
-            f"torchrun started {here} workers on this machine, which has {counted(count, 'GPU')}",
+            f"torchrun started {here} workers on this machine, which has {count_noun(count, 'GPU')}",
             hint=f"start {count} with --nproc-per-node {count}, or use \0device\0 cpu",
         )
     return replace(options, device=f"cuda:{local}")

@@ -24,7 +24,7 @@ from bnncli.options.shared import trust_code_option
 from bnncli.session.inputs import Split, load_split, posterior_source
 from bnncli.session.predictions import find_named
 from bnncli.session.predictor import IntegratorChoice, Predictor, RequestedIntegrators, TrainData
-from bnncli.session.recommendation import recommended
+from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run
 from bnncli.system.input_files import open_regular
 
@@ -159,7 +159,7 @@ def _open_predictor(run: Run, options: AcquireOptions, num_classes: int) -> tupl
     """Return the posterior and the integrator. Raises UsageError where the rule needs draws and there are none."""
     name, integrator = options.posterior, options.integrator
     if name is None:
-        found = recommended(run)
+        found = open_recommendation(run)
         name = "laplace" if found is None else found.posterior
         if found is not None and integrator is None and options.by not in ("bald", "batchbald"):
             integrator = found.integrator

@@ -46,7 +46,7 @@ from bnncli.session import revisions as _revisions
 from bnncli.session.decisions import maker_of, scores_of
 from bnncli.session.predictions import PredictionGroup, open_groups
 from bnncli.session.produce import ComputationOutput, Request, produce
-from bnncli.session.recommendation import recommended
+from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import PredictedSplit
 from bnncli.session.splits import fresh_split, require_unused
@@ -273,7 +273,7 @@ def _find_groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGr
         DataError: the split is out-of-distribution.
     """
     posterior, integrator = options.posterior, options.integrator
-    if posterior is None and integrator is None and (found := recommended(run)) is not None:
+    if posterior is None and integrator is None and (found := open_recommendation(run)) is not None:
         posterior, integrator = found.posterior, found.integrator
         run.console.info(
             f"using {posterior} ({integrator}), which auto recommends; choose another with --posterior NAME"

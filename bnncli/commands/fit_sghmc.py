@@ -18,7 +18,7 @@ from bnncli.inference.dynamics import WhiteCoordinates
 from bnncli.inference.network_memory import StochasticFitPlan
 from bnncli.inference.sghmc import ChainPlan, SghmcPlan, SghmcRun, plan_chains, sample_sghmc
 from bnncli.lazy import torch
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.numerics.random import stream_seed
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import option
@@ -450,7 +450,7 @@ def _drop_unknown_sizes(judged: Convergence, num_draws: int) -> Convergence:
     if num_draws >= MIN_SIZED_DRAWS:
         return judged
     few = (
-        f"{counted(num_draws, 'draw')} per chain {'is' if num_draws == 1 else 'are'} too few for an effective sample "
+        f"{count_noun(num_draws, 'draw')} per chain {'is' if num_draws == 1 else 'are'} too few for an effective sample "
         f"size, which needs {MIN_SIZED_DRAWS}"
     )
     why = few if judged.undefined is None else f"{judged.undefined}; {few}"

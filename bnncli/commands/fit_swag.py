@@ -11,7 +11,7 @@ from bnncli.inference.sghmc import curvature_passes, largest_curvature
 from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, halve_learning_rate, noise_trace
 from bnncli.integrators.mc import Mc
 from bnncli.lazy import torch
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import option
 from bnncli.options.shared import GivenPriorOptions
@@ -280,7 +280,7 @@ def list_warnings(metrics: dict[str, Any]) -> list[str]:
         )
     if metrics["num_still"]:
         had = "has" if metrics["num_still"] == 1 else "have"
-        found.append(f"{counted(metrics['num_still'], 'parameter')} did not move and {had} almost no variance")
+        found.append(f"{count_noun(metrics['num_still'], 'parameter')} did not move and {had} almost no variance")
     return found
 
 
@@ -293,7 +293,7 @@ def format_summary(metrics: dict[str, Any]) -> list[str]:
         "pilot": "halved until the steps were stable",
     }
     lines = [
-        f"{counted(metrics['iterates'], 'iterate')} after {counted(metrics['warmup'], 'epoch')} of warm-up; learning rate {metrics['learning_rate']:.3g} "
+        f"{count_noun(metrics['iterates'], 'iterate')} after {count_noun(metrics['warmup'], 'epoch')} of warm-up; learning rate {metrics['learning_rate']:.3g} "
         f"({how[metrics['learning_rate_by']]}), momentum {metrics['momentum']:g}, batches of {metrics['batch_size']:,}"
     ]
     scale = "" if metrics["scale"] == 1 else f", scale {metrics['scale']:g}"

@@ -12,7 +12,7 @@ from bnncli.inference.network_memory import StochasticFitPlan
 from bnncli.inference.sghmc import curvature_passes, largest_curvature
 from bnncli.inference.vi import ViFit, ViPlan, estimate_shortfall, fit_vi
 from bnncli.integrators.mc import Mc
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.numerics.random import stream_seed
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import option
@@ -245,7 +245,7 @@ def fit_gaussian(fitting: Fitting, options: FitViOptions) -> FitOutput:
     if doubt is not None:
         what = "ELBO" if plan.kl_weight == 1 else "objective"
         more = "more \0epochs\0 or a larger \0patience\0" if found.is_early else "more \0epochs\0"
-        run.console.warn(f"the {what} {doubt} after {counted(len(found.history), 'epoch')}: use {more}")
+        run.console.warn(f"the {what} {doubt} after {count_noun(len(found.history), 'epoch')}: use {more}")
     passes += len(found.history) * options.draws_a_step
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
     if fitting.val is not None:
@@ -316,7 +316,7 @@ def format_summary(metrics: dict[str, Any]) -> list[str]:
         "data) with independent parameters; log importance weights have standard deviation "
         f"{metrics['log_weight_sd']:.2f}"
     ]
-    ended = counted(metrics["epochs"], "epoch")
+    ended = count_noun(metrics["epochs"], "epoch")
     if metrics["ended_early"]:
         ended = f"stopped after {metrics['epochs_run']} of {ended} because it no longer improves"
     lines.append(

@@ -22,11 +22,11 @@ from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.network_memory import NetworkDraws
 from bnncli.inference.nuts import sample_nuts
-from bnncli.inference.prior_variants import PriorTrial, climb_prior
+from bnncli.inference.prior_variants import PriorTrial, search_prior
 from bnncli.inference.row_space import complete_draws
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import option
@@ -452,7 +452,7 @@ def choose_prior(
             precision, losses.cpu(), float(drawn.num_gradients or 0), limit * steps, (own_prior, space, drawn)
         )
 
-    found = climb_prior(try_at, prior.weight_precision, progress=run.console)
+    found = search_prior(try_at, prior.weight_precision, progress=run.console)
     return prior_metrics(found, found.best.found[0], passes=passes)
 
 
@@ -729,7 +729,7 @@ def format_summary(metrics: dict[str, Any]) -> list[str]:
     if metrics.get("stopped_by") is not None:
         lines.append(
             f"these numbers decided when to stop (--until {metrics['stopped_by']}, after "
-            f"{counted(metrics['until_looks'], 'check')}), so they are optimistic: a run of fixed length tends "
+            f"{count_noun(metrics['until_looks'], 'check')}), so they are optimistic: a run of fixed length tends "
             "to have a larger R-hat and fewer effective draws"
         )
     lines += format_other_diagnostics(metrics)
@@ -738,7 +738,7 @@ def format_summary(metrics: dict[str, Any]) -> list[str]:
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
     coarse = f" with {metrics['gradients']} gradients and exact energies" if "gradients" in metrics else ""
     lines.append(
-        f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {counted(metrics['divergences'], 'divergence')}, "
+        f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {count_noun(metrics['divergences'], 'divergence')}, "
         f"step size {metrics['step_size']:.3f}, {metrics['mean_steps']:.1f} steps per draw{bfmi}"
     )
     lines += val_lines(metrics)

@@ -19,11 +19,11 @@ from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
 from bnncli.inference.elbo import measure_gain
 from bnncli.inference.network_memory import NetworkDraws
-from bnncli.inference.prior_variants import PriorTrial, climb_prior
+from bnncli.inference.prior_variants import PriorTrial, search_prior
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.lazy import torch
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import declare_option_group, option
 from bnncli.options.shared import AUTO, INHERIT, LayersOptions, SearchedPriorOptions
@@ -508,7 +508,7 @@ def _choose_prior_mode(options: RefineOptions, inputs: FitInputs, num_params: in
     assert options.epochs is not None
     assert options.batch_size is not None
     num_steps = options.trial_epochs * -(-inputs.num_examples // options.batch_size)
-    too_short = f"an eighth of the epochs is {counted(num_steps, 'step')}" if num_steps < _LEAST_STEPS else None
+    too_short = f"an eighth of the epochs is {count_noun(num_steps, 'step')}" if num_steps < _LEAST_STEPS else None
     num_drawn = affordable_draws(TRIAL_DRAWS, num_params)
     return resolve_prior_choice(inputs.run, options, inputs.val, num_drawn=num_drawn, too_short=too_short)
 
@@ -638,7 +638,7 @@ def choose_prior(
             precision, losses.cpu(), len(fit.history), float(options.epochs or 0), (own_prior, fit.posterior)
         )
 
-    found = climb_prior(try_at, prior.weight_precision, progress=run.console)
+    found = search_prior(try_at, prior.weight_precision, progress=run.console)
     passes = sum(trial.cost for trial in found.trials) * (options.num_draws or 1)
     return prior_metrics(found, found.best.found[0], passes=passes)
 

@@ -13,7 +13,7 @@ from bnncli.artifacts.atomic import check_writable
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.commands.grid.plan import count_cores, share_threads
 from bnncli.errors import CheckFailed, Interrupted, UsageError
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.options.command import Argument, Command, CommandLine, CommonOptions, ComputeOptions
 from bnncli.options.declaration import CheckedOptions, option
 from bnncli.papers import BOTH, PUBLISHED, RIGHT, SCALES
@@ -185,7 +185,7 @@ def _reproduce(run: Run, options: ReproduceOptions, places: Places, names: list[
     jobs = min(_jobs(run, options), len(ready))
     if jobs < 2:
         return _write(run, options, workshop, names, finished=_make_in_turn(workshop, recipes))
-    from bnncli.papers.jobs import crew
+    from bnncli.papers.jobs import open_job_pool
     from bnncli.system.devices import configure_torch, keep_settings
 
     given = run.compute.threads
@@ -193,7 +193,7 @@ def _reproduce(run: Run, options: ReproduceOptions, places: Places, names: list[
     for part in parts:
         if part not in ready:
             workshop.make(part)  # which says at once what is missing
-    with keep_settings(), crew(workshop, ready, jobs=jobs, environment=threads) as workers:
+    with keep_settings(), open_job_pool(workshop, ready, jobs=jobs, environment=threads) as workers:
         configure_torch(threads=next(map(int, threads.values()), given), deterministic=run.compute.deterministic)
         return _write(run, options, workshop, names, finished=workers.finished(recipes))
 
@@ -254,10 +254,10 @@ def _result(
         outputs=[{"role": "reproduce.results", "path": str(path)} for path in paths],
         extra={"scale": options.scale, "recipes": documents},
         tables=tables,
-        summary=[*lacking, *([f"{counted(len(failed), 'line')} failed; see the results"] if failed else [])],
+        summary=[*lacking, *([f"{count_noun(len(failed), 'line')} failed; see the results"] if failed else [])],
     )
     if options.strict and differ:
-        said = f"{counted(len(differ), 'number or claim') if len(differ) == 1 else f'{len(differ)} numbers and claims'} differ from what was published"
+        said = f"{count_noun(len(differ), 'number or claim') if len(differ) == 1 else f'{len(differ)} numbers and claims'} differ from what was published"
         result.failure = CheckFailed(
             f"--strict: {said}: {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}", code="differs"
         )

@@ -32,7 +32,7 @@ from bnncli.models.build import load_network, takes_argument
 from bnncli.models.checkpoints import check_finite
 from bnncli.models.features import AUTOCAST
 from bnncli.models.head import forward, logits_of
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.numerics.random import stream, stream_seed
 from bnncli.options import shared
 from bnncli.options.command import (
@@ -753,7 +753,7 @@ def format_summary(path: Path, meta: Mapping[str, Any]) -> list[str]:
     train = metrics["splits"]["train"]
     others = {name: scores for name, scores in metrics["splits"].items() if name != "train"}
     lines = [
-        f"{path.name}: {counted(passes, 'epoch')}, train NLL {train['nll']:.4f}, accuracy {percent(train['accuracy'], '.2f')}{averaged}"
+        f"{path.name}: {count_noun(passes, 'epoch')}, train NLL {train['nll']:.4f}, accuracy {percent(train['accuracy'], '.2f')}{averaged}"
     ]
     lines += [
         f"  {name}: NLL {scores['nll']:.4f}, accuracy {percent(scores['accuracy'], '.2f')}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.likelihoods import MULTILABEL
-from bnncli.names import counted, format_names, is_split, quote_name
+from bnncli.names import count_noun, format_names, is_split, quote_name
 from bnncli.system.input_files import convert_read_errors
 
 if TYPE_CHECKING:
@@ -372,7 +372,9 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> ClassFolderF
     labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups]) if classes else None
     num_others = _count_hidden(folder)
     note = (
-        f"skipped {counted(num_others, 'hidden file')} (names starting with a dot, {_MAC_FOLDER})" if num_others else ""
+        f"skipped {count_noun(num_others, 'hidden file')} (names starting with a dot, {_MAC_FOLDER})"
+        if num_others
+        else ""
     )
     return ClassFolderFiles(files, labels, tuple(classes) or None, note)
 

@@ -95,7 +95,7 @@ def batch_bald(
         bounds[row] = -math.inf
         rows.append(row)
         gains.append(max(gain, 0.0))
-        weights, chances = _extended(probs[:, row], weights, chances, num_labellings, generator)
+        weights, chances = _extend_labellings(probs[:, row], weights, chances, num_labellings, generator)
         task.advance()
     return JointBatch(torch.tensor(rows), torch.tensor(gains, dtype=torch.float64))
 
@@ -146,7 +146,7 @@ def _joint_entropy(probs: Tensor, dim: int) -> Tensor:
     return torch.special.entr(probs).sum(dim=dim)
 
 
-def _extended(
+def _extend_labellings(
     probs: Tensor, weights: Tensor, chances: Tensor, most: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Extend the labellings by an example with probabilities (S, C): to all, or to `most` sampled ones."""

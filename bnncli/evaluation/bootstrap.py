@@ -62,7 +62,7 @@ class Bootstrap:
                 yield tuple(_counts(one, len(block), size) for one, (_, size) in zip(streams, splits, strict=True))
             else:
                 for stream, (_, size) in zip(streams, splits, strict=True):
-                    deque(_drawn(stream, len(block), size), maxlen=0)
+                    deque(_draw_indices(stream, len(block), size), maxlen=0)
 
     def replicates(self, statistic: Callable[..., NDArray], *splits: tuple[str, int]) -> NDArray[np.float64]:
         """Return the statistic of every replicate, (R, ...).
@@ -127,7 +127,7 @@ def _counts(stream: np.random.Generator, num_replicates: int, size: int) -> NDAr
     """Return counts (b, N) of N draws with replacement from N examples; faster than binomial draws."""
     out = np.empty((num_replicates, size), dtype=np.float32)
     start = 0
-    for drawn in _drawn(stream, num_replicates, size):
+    for drawn in _draw_indices(stream, num_replicates, size):
         rows = out[start : start + len(drawn)]
         drawn += size * np.arange(len(rows))[:, None]
         rows[:] = np.bincount(drawn.ravel(), minlength=rows.size).reshape(rows.shape)
@@ -135,7 +135,7 @@ def _counts(stream: np.random.Generator, num_replicates: int, size: int) -> NDAr
     return out
 
 
-def _drawn(stream: np.random.Generator, num_replicates: int, size: int) -> Iterator[NDArray[np.int64]]:
+def _draw_indices(stream: np.random.Generator, num_replicates: int, size: int) -> Iterator[NDArray[np.int64]]:
     """Yield the drawn indices (b, N) of the replicates, a few replicates at a time."""
     at_once = max(1, _COUNTED // size)
     for start in range(0, num_replicates, at_once):

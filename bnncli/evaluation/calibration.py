@@ -86,13 +86,13 @@ def draw_gaps(
         observed: (M,), number of events that happened.
     """
     num_draws = min(NUM_DRAWS, max(_FEWEST_DRAWS, _MOST_VALUES // max(1, len(size))))
-    calibrated = stated - _happened(size, stated, squares, num_draws, generator)
+    calibrated = stated - _draw_counts(size, stated, squares, num_draws, generator)
     found = stated - observed
     tilted = np.clip(stated - shrink_gaps(found, calibrated.std(axis=0)), 0.0, size)
     # Keep the relative spread of the stated probabilities within a bin, where that is possible.
     ratio = np.divide(tilted, stated, out=np.ones_like(tilted), where=stated > 0)
     apart = np.clip(squares * ratio**2, tilted**2 / size, tilted)
-    noise = tilted - _happened(size, tilted, apart, num_draws, generator)
+    noise = tilted - _draw_counts(size, tilted, apart, num_draws, generator)
     return Gaps(found, calibrated, noise, stated < FEWEST_EVENTS)
 
 
@@ -124,7 +124,9 @@ def shrink_gaps(gaps: NDArray, spread: NDArray) -> Floats:
     return np.sign(gaps) * np.maximum(np.abs(gaps) - spread, 0.0)
 
 
-def _happened(size: NDArray, sums: NDArray, squares: NDArray, num_draws: int, generator: np.random.Generator) -> Floats:
+def _draw_counts(
+    size: NDArray, sums: NDArray, squares: NDArray, num_draws: int, generator: np.random.Generator
+) -> Floats:
     """Draw how many of `size` independent events happen, (R, M), given the sums of their probabilities and of the squares.
 
     Each draw is a binomial that matches mean and variance, of the rarer of event and complement (Ehm 1991, Statistics
@@ -249,11 +251,11 @@ def calibration_scores(examples: ExampleStatistics, *, num_bins: int = NUM_BINS)
     if examples.is_right is None:
         nothing = np.zeros(0)
         groups = [_plain(nothing, nothing, num_bins, s) for s in ("equal-width", "equal-mass")]
-        groups.append(_published(nothing, nothing))
+        groups.append(_compute_published_ece(nothing, nothing))
         return [ScoreGroup(group.members, None, NO_LABELS) for group in groups]
     confidence, is_right = examples.confidence, examples.is_right.astype(np.float64)
     groups = [_plain(confidence, is_right, num_bins, strategy) for strategy in ("equal-width", "equal-mass")]
-    return [*groups, _published(confidence, is_right)]
+    return [*groups, _compute_published_ece(confidence, is_right)]
 
 
 def bin_sums(weights: NDArray, index: NDArray, values: NDArray, *, num_bins: int) -> Floats:
@@ -286,7 +288,7 @@ def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str)
         mean_gap = gap / np.maximum(count, 1)
         found = [gap.sum(axis=1) / len(index), mean_gap.max(axis=1)]
         if strategy == "equal-mass":
-            found.append(_debiased(count, mean_gap, sums[..., 2] / np.maximum(count, 1)))
+            found.append(_estimate_debiased_root(count, mean_gap, sums[..., 2] / np.maximum(count, 1)))
         return np.stack(found, axis=1)
 
     def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
@@ -339,19 +341,19 @@ def _debiased_form(bins: Bins) -> CalibrationError:
     size, stated = bins.size, bins.stated / bins.size
 
     def estimate(gaps: Floats) -> Floats:
-        square = _debiased_square(size, np.abs(gaps) / size, np.clip(stated - gaps / size, 0.0, 1.0))
+        square = _estimate_debiased_square(size, np.abs(gaps) / size, np.clip(stated - gaps / size, 0.0, 1.0))
         return np.sign(square) * np.sqrt(np.abs(square))
 
     return CalibrationError(estimate, lambda x: float(np.sqrt((x**2 / size).sum() / size.sum())))
 
 
-def _debiased(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
+def _estimate_debiased_root(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
     """Return the root (b,) of the debiased mean squared gap, 0 if it is negative; NaN if no bin holds two examples."""
-    error = np.sqrt(np.maximum(0.0, _debiased_square(count, gap, accuracy)))
+    error = np.sqrt(np.maximum(0.0, _estimate_debiased_square(count, gap, accuracy)))
     return np.where((count > 1).any(axis=-1), error, np.nan)
 
 
-def _debiased_square(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
+def _estimate_debiased_square(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
     """Return the debiased mean squared gap (b,), negative if the noise exceeds the gaps.
 
     Kumar, Liang and Ma (2019), definition 5.2: E_b = gap^2 - accuracy (1 - accuracy) / (n - 1).
@@ -361,7 +363,7 @@ def _debiased_square(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
     return (count * square).sum(axis=-1) / count.sum(axis=-1)
 
 
-def _published(confidence: NDArray, is_right: NDArray) -> ScoreGroup:
+def _compute_published_ece(confidence: NDArray, is_right: NDArray) -> ScoreGroup:
     """The ECE of the script published with the refinement paper (Kristiadi et al. 2022, arXiv 2205.10041).
 
     np.digitize numbers its 100 bins from 1, but the script reads bins 0 to 99: it skips every confidence from 0.99 on

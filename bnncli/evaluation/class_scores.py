@@ -240,7 +240,7 @@ def label_by_label_scores(probs: NDArray, examples: ExampleStatistics) -> list[S
     if probs.size > MOST_PROBABILITIES:
         reason = f"{probs.size} probabilities are more than the {MOST_PROBABILITIES} that can be ranked at once"
         return [*found, ScoreGroup(macro, None, reason), ScoreGroup(micro, None, reason)]
-    return [*found, _rank_labels(macro, probs, labels), _pooled(micro, probs, labels)]
+    return [*found, _rank_labels(macro, probs, labels), _rank_decisions(micro, probs, labels)]
 
 
 def one_sided_labels(labels: NDArray, names: list[str]) -> tuple[list[str], list[str]]:
@@ -303,7 +303,7 @@ def _rank_labels(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> S
     return ScoreGroup(members, statistic, cost=RANKING_COST * num_labels, per_class=class_score_function(areas, size))
 
 
-def _pooled(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreGroup:
+def _rank_decisions(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreGroup:
     """Rank all decisions together; each decision has the weight of its example."""
     num_labels = probs.shape[1]
     scores, is_there = np.asarray(probs).ravel(), np.asarray(labels).ravel() != 0

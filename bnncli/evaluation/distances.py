@@ -223,7 +223,7 @@ def permutation_p_value_from_distances(
     xx, yy, xy = kernels(distances, bandwidth)
     n, m = xy.shape
     kernel = torch.cat([torch.cat([xx, xy], dim=1), torch.cat([xy.T, yy], dim=1)]).fill_diagonal_(0)
-    is_first = _relabelled(num_permutations, n, m, generator=generator).to(kernel.device).double()
+    is_first = _draw_labels(num_permutations, n, m, generator=generator).to(kernel.device).double()
     # The observed labelling uses the same products, so that ties are exact.
     is_first = torch.cat([(torch.arange(n + m, device=kernel.device) < n).double().unsqueeze(0), is_first])
     to_all, total = is_first @ kernel.sum(dim=1), kernel.sum()
@@ -234,7 +234,7 @@ def permutation_p_value_from_distances(
     return (1 + int((values[1:] >= values[0] - TIE).sum())) / (1 + num_permutations)
 
 
-def _relabelled(num_permutations: int, n: int, m: int, *, generator: torch.Generator) -> Tensor:
+def _draw_labels(num_permutations: int, n: int, m: int, *, generator: torch.Generator) -> Tensor:
     """Return which draws each permutation puts first, (B, n + m), n in every row: argsort(random numbers) < n.
 
     The bits of floats in [0, 1) are integers below 2^30 in the same order. With the label as the lowest bit, they can
@@ -703,14 +703,14 @@ def _mmd2(pair: DrawPair) -> list[Row]:
     bandwidth = median_distance(distances.yy)
     shared: Row = {"n": [len(x.draws), len(y.draws)], "bandwidth": bandwidth}
     found = [
-        _unbiased(x, y, distances, bandwidth, generator=pair.generator),
+        _compute_unbiased_mmd(x, y, distances, bandwidth, generator=pair.generator),
         {"value": mmd2_from_distances(distances, bandwidth).biased},
-        _published(pair, distances),
+        _compute_published_mmd(pair, distances),
     ]
     return [shared | row for row in found]
 
 
-def _published(pair: DrawPair, distances: Distances) -> Row:
+def _compute_published_mmd(pair: DrawPair, distances: Distances) -> Row:
     """The biased estimate with the published bandwidth, which is 0 if a posterior repeats a point."""
     try:
         bandwidth = published_bandwidth(*(side.chains.flatten(0, 1) for side in pair.sides))
@@ -720,7 +720,7 @@ def _published(pair: DrawPair, distances: Distances) -> Row:
     return {"value": mmd2_from_distances(distances, bandwidth).biased, "bandwidth": bandwidth}
 
 
-def _unbiased(
+def _compute_unbiased_mmd(
     x: ThinnedDraws, y: ThinnedDraws, distances: Distances, bandwidth: float, *, generator: torch.Generator
 ) -> Row:
     """Return estimate, standard error and test; with too few independent draws, only the estimate from all draws."""

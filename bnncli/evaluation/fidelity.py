@@ -146,7 +146,7 @@ def fidelity_rows(
         halves = PredictionPair(*reference.halves, is_exclusive=is_exclusive)
         found = score_rows([make(halves) for make in makers], ("halves", len(reference.halves[0].probs)))
         floors = [_floor(row) for row in found]
-    return [_joined(row, floor, reference.name) for row, floor in zip(rows, floors, strict=True)]
+    return [_join_floor(row, floor, reference.name) for row, floor in zip(rows, floors, strict=True)]
 
 
 def undefined_fidelity(makers: Sequence[Maker], *, reference: str, reason: str) -> list[Row]:
@@ -162,7 +162,7 @@ def _floor(row: Row) -> Row:
     return {"floor": row["value"], "floor_n": row["n"]}
 
 
-def _joined(row: Row, floor: Row, reference: str) -> Row:
+def _join_floor(row: Row, floor: Row, reference: str) -> Row:
     found: dict[str, Any] = {**row, "reference": reference}
     if row["value"] is None:
         return found

@@ -108,7 +108,7 @@ def score_rows(scores: Sequence[ScoreGroup], split: tuple[str, int], bootstrap: 
             elif bootstrap is not None:
                 row |= _uncertainty(bootstrap, score, value, None if drawn is None else drawn[:, i])
             if value is not None and chances is not None:
-                row |= _told(value, chances[i])
+                row |= _note_chance(value, chances[i])
             if classes is not None:
                 row["per_class"] = classes[i]
             rows.append(row)
@@ -126,7 +126,7 @@ def _against_chance(
     return group.against_chance(np.random.default_rng(stream_seed(seed, purpose)), level)
 
 
-def _told(value: float, chance: Row) -> Row:
+def _note_chance(value: float, chance: Row) -> Row:
     """Return the extra fields of a calibration error's row, with a note if its interval excludes the value."""
     row = {**chance, "excess": value - chance["floor"]}
     ends = chance.get("interval")

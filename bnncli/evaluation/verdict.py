@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bnncli.evaluation.comparison import skewed_interval
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.lazy import special
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.parameters.module import ALL
 from bnncli.parameters.prior import Prior
 
@@ -240,7 +240,7 @@ def _doubts_of_chains(judged: PosteriorFacts) -> list[str]:
     if sizes and min(sizes) < GOOD_ESS:
         found.append(f"ESS {min(sizes):.0f} (below {GOOD_ESS:.0f})")
     if judged.divergences:
-        found.append(counted(judged.divergences, "divergence"))
+        found.append(count_noun(judged.divergences, "divergence"))
     if judged.lowest_acceptance is not None and judged.lowest_acceptance < STUCK_ACCEPTANCE:
         found.append(f"a chain accepts only {percent(judged.lowest_acceptance)} of its moves")
     if judged.lowest_bfmi is not None and judged.lowest_bfmi < LOW_BFMI:

@@ -110,11 +110,11 @@ class SamplerState(NamedTuple):
             StepSizeAdaptation.from_tensor(tensors["adaptation"]),
             tensors["smoothed"].to(device),
             int(tensors["num_done"]),
-            _counted(tensors.get("num_gradients")),
+            _read_count(tensors.get("num_gradients")),
         )
 
 
-def _counted(stored: Tensor | None) -> int | None:
+def _read_count(stored: Tensor | None) -> int | None:
     """Return the stored number of evaluations, or None."""
     return None if stored is None or int(stored) < 0 else int(stored)
 
@@ -328,7 +328,7 @@ def sample_hmc(
     mover = new_mover() if workers is None else workers.mover(potential, dynamics, num_chains, new_mover)
     resume = resume or NoResume()
     kept = DrawRecorder(store or MemoryDraws())
-    walk = _restored_walk(resume, kept, generator, potential)
+    walk = _restore_state(resume, kept, generator, potential)
     if walk is None:
         if go_on is None or go_on.position is None:
             z = dispersion * standard_normal(num_chains, mode.shape[0], generator, target.device)
@@ -355,7 +355,7 @@ def sample_hmc(
     return replace(found, num_gradients=chains.walk.num_gradients, position=chains.walk.state.z)
 
 
-def _restored_walk(
+def _restore_state(
     resume: ResumeStore, kept: DrawRecorder, generator: torch.Generator, potential: WhitenedPotential
 ) -> SamplerState | None:
     """Restore the state of an unfinished run, with draws, generator and pivot; None if there is none."""

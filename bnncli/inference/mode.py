@@ -246,7 +246,7 @@ def find_mode(
     tolerance = default_tolerance(target.layout.num_params) if tolerance is None else tolerance
     task = progress.task("mode", 0)
     with _keeping(target):
-        here = _evaluated(target, start.detach().to(target.device).double().clone())
+        here = _evaluate(target, start.detach().to(target.device).double().clone())
         structure = structure_of(hessian) if hessian else _structure_for(target)
         whitening = covariance_at(target, here.theta, structure, hessian=hessian, before=before)
         before = whitening if whitening.saves_work else before
@@ -262,7 +262,7 @@ def find_mode(
             if is_odd or (
                 ends is not None and step.is_rough
             ):  # recompute in float64; low-precision values come with low-precision steps
-                here = _evaluated(target, here.theta) if here.is_coarse else here
+                here = _evaluate(target, here.theta) if here.is_coarse else here
                 begun = None if is_odd else step.white
                 step = _newton_step(target, here, whitening=whitening.covariance, accuracy=accuracy, begun=begun)
                 ends = _ends(step, previous, tolerance=tolerance, accuracy=accuracy, polish=polish)
@@ -340,7 +340,7 @@ def _keeping(target: CurvedTarget) -> AbstractContextManager[None]:
     return keeping()
 
 
-def _evaluated(target: CurvedTarget, theta: Tensor, *, is_coarse: bool = False) -> _Place:
+def _evaluate(target: CurvedTarget, theta: Tensor, *, is_coarse: bool = False) -> _Place:
     """Evaluate log joint and gradient at theta (P,) in float64, or in the target's own precision."""
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=None if is_coarse else torch.float64)
     if not math.isfinite(value):
@@ -462,15 +462,15 @@ def _search_newton_step(target: CurvedTarget, here: _Place, step: _Step, *, coar
     """
     slope, value = float(here.gradient @ step.direction), here.value
     is_coarse = len(here.theta) > _MANY and step.decrement > coarse_from
-    first = _evaluated(target, here.theta + step.direction, is_coarse=is_coarse)
+    first = _evaluate(target, here.theta + step.direction, is_coarse=is_coarse)
     wrong = _ROUNDING_OF_COARSE * abs(value) if is_coarse or here.is_coarse else -_ROUNDING * abs(value)
     if first.value >= value + _SUFFICIENT_INCREASE * slope + wrong:
         return first
     if here.is_coarse:
-        value = _evaluated(target, here.theta).value
+        value = _evaluate(target, here.theta).value
     rounding, length = _ROUNDING * abs(value), 1.0 if is_coarse else 0.5
     for _ in range(_MAX_HALVINGS):
-        found = _evaluated(target, here.theta + length * step.direction)
+        found = _evaluate(target, here.theta + length * step.direction)
         if found.value >= value + _SUFFICIENT_INCREASE * length * slope - rounding:
             return found
         length *= 0.5
@@ -690,7 +690,7 @@ def _newton(effort: _Effort, place: Position, covariance: Covariance, tolerance:
         effort.tell(place, distance)
         radius = min(radius, 10 * distance + 1)
         step = solve_within(
-            _whitened(effort, place.theta, covariance),
+            _build_whitened_product(effort, place.theta, covariance),
             white,
             radius=radius,
             accuracy=min(0.1, max(1e-3, distance, 0.3 * tolerance / max(distance, 1e-300))),
@@ -713,7 +713,7 @@ def _newton(effort: _Effort, place: Position, covariance: Covariance, tolerance:
             return place, _Ended(num_steps, math.nan, _KINKS)
 
 
-def _whitened(effort: _Effort, theta: Tensor, covariance: Covariance) -> Callable[[Tensor], Tensor]:
+def _build_whitened_product(effort: _Effort, theta: Tensor, covariance: Covariance) -> Callable[[Tensor], Tensor]:
     """Return the product with the Hessian at theta in whitened coordinates."""
     multiply = effort.target.second_derivatives(theta)
 

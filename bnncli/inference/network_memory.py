@@ -120,7 +120,7 @@ def logit_cache_bytes(layout: ModuleLayout, structure: str) -> int:
     from bnncli.parameters.module import module_places
     from bnncli.structures.logit_gaussian import is_turned
 
-    once = _called_once(layout) if is_turned(structure) else {}
+    once = _find_called_once(layout) if is_turned(structure) else {}
     sizes = {name: place.stop - place.start for name, place in module_places(layout).items()}
     each = (
         layout.num_outputs * once[name] + size // once[name] if name in once else layout.num_outputs * size
@@ -133,13 +133,13 @@ def largest_product(layout: ModuleLayout) -> int:
     """Return the size of the largest module that needs derivatives; linear layers called once, at one position, need none."""
     from bnncli.parameters.module import module_places
 
-    once = _called_once(layout)
+    once = _find_called_once(layout)
     return max(
         (place.stop - place.start for name, place in module_places(layout).items() if name not in once), default=0
     )
 
 
-def _called_once(layout: ModuleLayout) -> dict[str, int]:
+def _find_called_once(layout: ModuleLayout) -> dict[str, int]:
     """Return the outputs of each linear layer that is called once, at one position of an example."""
     shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
     return {name: shape[0] for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}

@@ -489,7 +489,7 @@ def search(
     candidates = Candidates(
         target,
         structure,
-        _compared_at(target, criterion, center),
+        _find_center(target, criterion, center),
         make_criterion(target, structure, held_out, lift, generator, by_logits=is_large or criterion == "loo"),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
@@ -592,7 +592,7 @@ def make_criterion(
     return Criterion(noise, held_out, lift, by_logits)
 
 
-def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
+def _find_center(target: CurvedTarget, criterion: str, center: str) -> str:
     """Return where candidates are centred."""
     if target.is_concave:
         return "mode" if criterion == "marglik" else center

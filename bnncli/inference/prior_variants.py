@@ -340,7 +340,7 @@ class PriorTrial:
 
 
 @dataclass(frozen=True)
-class PriorClimb:
+class PriorTrials:
     """The best trial and all trials in order, without their states; is_cut: the cost limit ended the climb."""
 
     best: PriorTrial
@@ -353,9 +353,9 @@ class PriorClimb:
         return sorted([one.precision, one.nll] for one in self.trials)
 
 
-def climb_prior(
+def search_prior(
     try_at: Callable[[float, PriorTrial | None], PriorTrial], first: float, *, progress: Progress = SILENT
-) -> PriorClimb:
+) -> PriorTrials:
     """Climb from the precision `first` to larger and then smaller ones, while each predicts better than the last.
 
     Args:
@@ -378,7 +378,7 @@ def climb_prior(
             is_cut = sum(trial.cost for trial in trials) >= best.limit
             if is_cut:
                 break
-            found = _tried(try_at, math.exp(log_precision), best)
+            found = _try_precision(try_at, math.exp(log_precision), best)
             if found is not None:
                 trials.append(replace(found, found=None))
             if found is not None and first_near_the_best({"best": best.losses, "next": found.losses}) == "next":
@@ -390,10 +390,10 @@ def climb_prior(
                 break
         if best.precision > first:
             break
-    return PriorClimb(best, trials, is_cut)
+    return PriorTrials(best, trials, is_cut)
 
 
-def _tried(
+def _try_precision(
     try_at: Callable[[float, PriorTrial | None], PriorTrial], precision: float, before: PriorTrial
 ) -> PriorTrial | None:
     """Return the trial, or None if it fails or its losses are not finite."""

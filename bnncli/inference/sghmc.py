@@ -11,7 +11,7 @@ from bnncli.errors import NumericError
 from bnncli.inference.dynamics import DrawStore, MemoryDraws, WhiteCoordinates, WhitenedLogJoint
 from bnncli.inference.refine import TargetLearner
 from bnncli.lazy import no_grad, torch
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.numerics.random import on_device
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.network import NetworkTarget
@@ -184,7 +184,7 @@ def sample_sghmc(
     chains = _Chains(target, plan, start, generator, square, whitening, store or MemoryDraws())
     schedule = "cosine" if plan.is_cyclical else "constant"
     course = LearningRateSchedule(plan.epochs, num_batches(chains), schedule, num_cycles=plan.num_cycles)
-    what = f"sghmc, {counted(len(start), 'chain')}"
+    what = f"sghmc, {count_noun(len(start), 'chain')}"
     train(chains, course, what=what, state=state, save=save, progress=progress)
     chains.look()
     return SghmcRun(chains.store.draws(), torch.cat(chains.seen))

@@ -99,14 +99,14 @@ def _of_network(layout: ModuleLayout, estimator: str) -> LogitDraws:
 
     def logits(mean: Tensor, sd: Tensor, inputs: Tensor, generator: torch.Generator) -> Tensor:
         shaped = network.shaped(inputs, layout.input_shape)
-        with _perturbed(modules, layout.split(sd), estimator, generator):
+        with _perturb_outputs(modules, layout.split(sd), estimator, generator):
             return network(shaped, layout.split(mean))
 
     return logits
 
 
 @contextmanager
-def _perturbed(
+def _perturb_outputs(
     modules: Mapping[str, nn.Module], sds: Mapping[str, Tensor], estimator: str, generator: torch.Generator
 ) -> Iterator[None]:
     """Add the weight noise to the outputs of these modules within this context; each may be used once."""

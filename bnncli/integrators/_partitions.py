@@ -132,7 +132,7 @@ def central_interval(draws: Tensor, weights: Tensor | None = None, tails: tuple[
     """
     shares = tails or tail_shares(draws.shape[1], weights)
     if weights is not None:
-        return _weighted(draws, weights, shares)
+        return _weighted_quantiles(draws, weights, shares)
     ordered = _sort(draws)
     return torch.stack([_at(ordered, share) for share in shares], dim=1)
 
@@ -152,7 +152,7 @@ def _sort(draws: Tensor) -> Tensor:
     return draws.sort(dim=1).values
 
 
-def _weighted(draws: Tensor, weights: Tensor, shares_at: Sequence[float]) -> Tensor:
+def _weighted_quantiles(draws: Tensor, weights: Tensor, shares_at: Sequence[float]) -> Tensor:
     """Return values (n, 2) at shares of the draws (n, S) with weights (S,)."""
     tails = torch.stack([torch.full_like(draws[:, 0], share, dtype=torch.float64) for share in shares_at], dim=1)
     ordered, order = draws.sort(dim=1)

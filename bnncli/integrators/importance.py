@@ -144,16 +144,16 @@ def importance_weights(log_weights: Tensor) -> tuple[Tensor | None, float, str |
         log_weights: (S,), on the CPU.
     """
     if len(log_weights) < 2:
-        return None, math.nan, _unweighted(f"needs at least {MIN_TAIL_DRAWS} draws, got {len(log_weights)}")
+        return None, math.nan, _warn_of_equal_weights(f"needs at least {MIN_TAIL_DRAWS} draws, got {len(log_weights)}")
     found = diagnose_weights(log_weights)
     if found.pareto_k is None:
         is_known = found.log_evidence is not None  # equal weights
-        return None, math.nan, None if is_known else _unweighted(f"{found.undefined}")
+        return None, math.nan, None if is_known else _warn_of_equal_weights(f"{found.undefined}")
     if found.evidence_undefined is not None:
-        return None, found.pareto_k, _unweighted(found.evidence_undefined)
+        return None, found.pareto_k, _warn_of_equal_weights(found.evidence_undefined)
     smoothed, _ = pareto_smooth(log_weights.double())
     return torch.softmax(smoothed, dim=0), found.pareto_k, None
 
 
-def _unweighted(reason: str) -> str:
+def _warn_of_equal_weights(reason: str) -> str:
     return f"importance weights are not reliable ({reason}): averaged the draws with equal weights, as mc does"

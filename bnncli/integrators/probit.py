@@ -104,21 +104,21 @@ def probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
     equals it only for f = (m, 0), S = diag(s^2, 0)), it ignores covariances between logits, and unless all
     variances are equal it changes when a constant is added to all logits.
     """
-    return torch.softmax(_scaled(mean, variance), dim=1)
+    return torch.softmax(_scale(mean, variance), dim=1)
 
 
 def binary_probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
     """Return probabilities [1 - p, p] (n, 2) for a logit of mean (n, 1) and variance (n, 1): p = sigma(m / sqrt(1 + pi s^2 / 8))."""
-    scaled = _scaled(mean, variance)
+    scaled = _scale(mean, variance)
     return torch.cat([torch.sigmoid(-scaled), torch.sigmoid(scaled)], dim=1)
 
 
 def label_probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
     """Return probabilities (n, L) of labels with logits of mean (n, L) and variance (n, L): sigma(m / sqrt(1 + pi s^2 / 8))."""
-    return torch.sigmoid(_scaled(mean, variance))
+    return torch.sigmoid(_scale(mean, variance))
 
 
-def _scaled(mean: Tensor, variance: Tensor) -> Tensor:
+def _scale(mean: Tensor, variance: Tensor) -> Tensor:
     return mean / torch.sqrt(1 + math.pi / 8 * variance)
 
 

@@ -14,10 +14,10 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.declaration import (
     CheckedOptions,
+    build_options,
     check_artifact_name,
     declaration,
     flag_of,
-    made,
     map_options,
     option,
 )
@@ -369,7 +369,7 @@ def _check(line: CommandLine, *, is_of_many: bool) -> None:
         raise LookupError("one argument")
     values = line.values()
     for group in line.groups:
-        made(group, values)
+        build_options(group, values)
 
 
 @functools.cache

@@ -299,7 +299,7 @@ def _map_options(group: type) -> Declared:
     return found
 
 
-def made(group: type[Options], values: Mapping[str, Any]) -> Options:
+def build_options(group: type[Options], values: Mapping[str, Any]) -> Options:
     """Build the options from values by name; missing values take their defaults."""
     specs: tuple[Field[Any], ...] = fields(group)  # type: ignore[arg-type]
     own = {spec.name: values[spec.name] for spec in specs if spec.name in values}

@@ -16,7 +16,7 @@ from bnncli.artifacts.known_files import remember_checks
 from bnncli.commands.grid.running import GRACE, die_with
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.options.command import CommonOptions
 from bnncli.papers.runner import MadePart, RecipePart, Workshop
 from bnncli.progress import Task
@@ -73,7 +73,7 @@ class _Worker:
 
 
 @dataclass
-class Crew:
+class JobPool:
     """Workers, and the parts that nobody has begun, the longest first."""
 
     workshop: Workshop
@@ -128,7 +128,9 @@ class Crew:
         """End the workers; unfinished work is saved as after any signal."""
         busy = [worker for worker in self.workers if worker.part is not None]
         if busy:
-            self.workshop.run.console.info(f"stopping {counted(len(busy), 'part')}; resumable parts save their state")
+            self.workshop.run.console.info(
+                f"stopping {count_noun(len(busy), 'part')}; resumable parts save their state"
+            )
         for worker in busy:
             worker.process.terminate()
         for worker in self.workers:
@@ -142,16 +144,16 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew(
+def open_job_pool(
     workshop: Workshop, parts: Sequence[RecipePart], *, jobs: int, environment: Mapping[str, str]
-) -> Iterator[Crew]:
+) -> Iterator[JobPool]:
     """Start workers for these parts, which end with the block.
 
     Args:
         environment: variables that each worker has beside those of this process.
     """
     ahead = sorted(parts, key=lambda part: -part.seconds)
-    found = Crew(workshop, [], ahead, workshop.run.console.task("parts", len(ahead)))
+    found = JobPool(workshop, [], ahead, workshop.run.console.task("parts", len(ahead)))
     try:
         with _environment(environment):
             for _ in range(jobs):

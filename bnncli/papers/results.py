@@ -20,7 +20,7 @@ from bnncli.evaluation.comparison import LEVEL, Agreement, Estimate, agreement
 from bnncli.evaluation.curves import density_grid, estimate_density, quantile_indices, standardised_distances
 from bnncli.figures import render
 from bnncli.figures.posteriors import Marginal, Marginals
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.numerics import random as seeds
 from bnncli.papers import BOTH
 from bnncli.papers.figures import MarkedNumber, MeasuredLine, Pair, draw_agreement, draw_lines
@@ -592,4 +592,4 @@ def _build_reasons_table(why: list[str], title: str) -> Table:
 
 def _reasons(why: Sequence[str], what: str) -> list[str]:
     """Say why cells or claims could not run, each reason once."""
-    return [f"{NOT_RUN}, {counted(count, what)}: {reason}" for reason, count in Counter(why).items()]
+    return [f"{NOT_RUN}, {count_noun(count, what)}: {reason}" for reason, count in Counter(why).items()]

@@ -27,7 +27,7 @@ from bnncli.commands.grid.plan import Job, list_options, plan_jobs, read_grid
 from bnncli.commands.grid.running import check_apart
 from bnncli.errors import BnnError, Interrupted, MissingInput, ReadError, WriteError
 from bnncli.evaluation.comparison import Estimate
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.options.command import (
     CommandLine,
@@ -40,7 +40,7 @@ from bnncli.options.command import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.declaration import declaration, made, spell_options
+from bnncli.options.declaration import build_options, declaration, spell_options
 from bnncli.papers.numbers import Replicates, Unmeasured
 from bnncli.papers.recipe import FILES, Files, Measurements, Needs, PaperRecipe, Place, Reading, Settings, Step, Study
 from bnncli.progress import Progress, Task
@@ -102,7 +102,7 @@ class Places:
         lacking = [file for file in files if self.find(file) is None]
         if len(lacking) < 2:
             return "".join(f"needs {self._missing(file, FILES[file].partition(':')[0])}" for file in lacking)
-        names = f"needs {lacking[0].partition('/')[2]} and {counted(len(lacking) - 1, 'other file')}"
+        names = f"needs {lacking[0].partition('/')[2]} and {count_noun(len(lacking) - 1, 'other file')}"
         used = {
             place: folder
             for place, folder in self.folders.items()
@@ -202,7 +202,7 @@ def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> FinishedLine:
 def _run_command(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force: bool) -> Any:
     """Run the line's command as the command line would; --force is not part of what it records."""
     values = line.values() | ({"force": True} if force else {})
-    options = {group: made(group, values) for group in line.groups}
+    options = {group: build_options(group, values) for group in line.groups}
     own = next((one for group, one in options.items() if group not in (*_OF_RUNS, CommonOptions)), None)
     parts: dict[str, Any] = {name: options.get(group, group()) for group, name in _OF_RUNS.items()}
     parts["lock"] = replace(parts["lock"], wait=max(parts["lock"].wait, _WAIT))

@@ -38,7 +38,7 @@ def differentiable(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
     was_enabled = backends.get_fastpath_enabled()
     backends.set_fastpath_enabled(False)
     for one in embeddings:
-        one.forward = partial(_embedded, one)  # type: ignore[method-assign]
+        one.forward = partial(_embed, one)  # type: ignore[method-assign]
     try:
         with attention.sdpa_kernel(attention.SDPBackend.MATH):
             yield
@@ -69,7 +69,7 @@ def uneven_embeddings(module: nn.Module) -> list[nn.Embedding]:
     ]
 
 
-def _embedded(module: nn.Embedding, indices: Tensor) -> Tensor:
+def _embed(module: nn.Embedding, indices: Tensor) -> Tensor:
     """Look up indices without the embedding's modifications of gradients."""
     return torch.nn.functional.embedding(indices, module.weight, max_norm=module.max_norm, norm_type=module.norm_type)
 

@@ -256,10 +256,10 @@ def initial_theta(layout: LogitLayout, num_starts: int, seed: int) -> Tensor:
             )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return torch.stack([_initialised(layout, module) for _ in range(num_starts)])
+        return torch.stack([_initialise(layout, module) for _ in range(num_starts)])
 
 
-def _initialised(layout: LogitLayout, module: nn.Module) -> Tensor:
+def _initialise(layout: LogitLayout, module: nn.Module) -> Tensor:
     """Return theta (P,) of a copy of the module on the CPU with freshly initialised layers."""
     fresh = copy.deepcopy(module).cpu()
     for part in fresh.modules():

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """Return the peak bytes of all tensors created by `work`, on any device."""
-    return sum(_watched(work).at_peak)
+    return sum(_watch(work).at_peak)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def measure_growth(work: Callable[[int], object], few: int, more: int, *, small:
     Args:
         small: bytes per example below which a storage counts as small.
     """
-    low, high = (_watched(lambda count=count: work(count), int(small * count)) for count in (few, more))  # type: ignore[misc]
+    low, high = (_watch(lambda count=count: work(count), int(small * count)) for count in (few, more))  # type: ignore[misc]
     fixed, each = _line(few, sum(low.at_peak), more, sum(high.at_peak))
     return Growth(fixed, each, high.at_peak, more, *_line(few, low.small_peak, more, high.small_peak))
 
@@ -75,7 +75,7 @@ def _line(few: int, low: int, more: int, high: int) -> tuple[int, int]:
     return max(0, low - few * each), each
 
 
-def _watched(work: Callable[[], object], small: int = 0) -> _Live:
+def _watch(work: Callable[[], object], small: int = 0) -> _Live:
     with _Live(small) as live:
         work()
     return live

@@ -15,7 +15,7 @@ from bnncli.evaluation.convergence import (
     label_convergence,
 )
 from bnncli.lazy import torch
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.session.inputs import Split
 from bnncli.session.run import Run
 from bnncli.targets.network import NetworkTarget
@@ -107,8 +107,8 @@ def format_deciding_diagnostic(metrics: Mapping[str, Any]) -> str:
     judged_by, numbers = metrics.get("judged_by"), deciding_numbers(metrics)
     of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
     why = f"; {numbers.undefined}" if numbers.r_hat is not None and numbers.ess_bulk is None else ""
-    chains = counted(metrics["chains"], "chain")
-    return f"{chains} of {counted(metrics['draws'], 'draw')}: {of}{agreement(numbers)}{why}"
+    chains = count_noun(metrics["chains"], "chain")
+    return f"{chains} of {count_noun(metrics['draws'], 'draw')}: {of}{agreement(numbers)}{why}"
 
 
 def format_other_diagnostics(metrics: Mapping[str, Any]) -> list[str]:

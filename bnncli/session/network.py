@@ -296,29 +296,29 @@ def weights_of(record: Mapping[str, Any] | None) -> str | None:
     return None if record is None else str(record["weights_digest"])
 
 
-def begin(crew: Team) -> None:
+def begin(pool: Team) -> None:
     """Tell the other workers that there is work for the network."""
-    crew.told_by_leader(True)
+    pool.told_by_leader(True)
 
 
-def end(crew: Team) -> None:
+def end(pool: Team) -> None:
     """Tell the other workers that there is no more work."""
-    crew.told_by_leader(None)
+    pool.told_by_leader(None)
 
 
-def has_begun(crew: Team) -> bool:
+def has_begun(pool: Team) -> bool:
     """Wait for the first process and return whether there is work."""
-    return crew.told_by_leader(None) is not None
+    return pool.told_by_leader(None) is not None
 
 
-def orders(crew: Team) -> Iterator[Order]:
+def orders(pool: Team) -> Iterator[Order]:
     """Yield the orders of the first process after work has begun."""
-    while (order := crew.told_by_leader(None)) is not None:
+    while (order := pool.told_by_leader(None)) is not None:
         yield order
 
 
 def iterate_in_order(
-    batches: Callable[..., Iterator[ExtractedFeatures]], crew: Team, order: Order, num_batches: int
+    batches: Callable[..., Iterator[ExtractedFeatures]], pool: Team, order: Order, num_batches: int
 ) -> Iterator[ExtractedFeatures]:
     """Yield all batches of an order on the first process: its own and those sent by the other workers.
 
@@ -329,27 +329,27 @@ def iterate_in_order(
     Raises:
         BnnError: the first error of any worker in row order, or a worker has ended.
     """
-    crew.told_by_leader(order)
-    own = batches(turns=slice(crew.rank, None, crew.size))
+    pool.told_by_leader(order)
+    own = batches(turns=slice(pool.rank, None, pool.size))
     for number in range(num_batches):
-        turn = number % crew.size
-        found = next(own) if turn == crew.rank else crew.receive(turn)
+        turn = number % pool.size
+        found = next(own) if turn == pool.rank else pool.receive(turn)
         if isinstance(found, BnnError):
             raise found
         yield found
 
 
-def lend(batches: Callable[..., Iterator[ExtractedFeatures]], crew: Team) -> None:
+def lend(batches: Callable[..., Iterator[ExtractedFeatures]], pool: Team) -> None:
     """Compute this worker's turns of an order and send them to the first process; an error is sent and ends them.
 
     Args:
         batches: see `in_turns`.
     """
     sending: Sending | None = None
-    for found in _or_error(batches(turns=slice(crew.rank, None, crew.size)), crew.rank):
+    for found in _or_error(batches(turns=slice(pool.rank, None, pool.size)), pool.rank):
         if sending is not None:
             sending.wait()
-        sending = crew.send(found, 0)
+        sending = pool.send(found, 0)
     if sending is not None:
         sending.wait()
 

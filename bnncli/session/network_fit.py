@@ -17,7 +17,7 @@ from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.errors import CheckFailed, DataError
 from bnncli.lazy import special, torch
 from bnncli.likelihoods import Likelihood, likelihood_of
-from bnncli.names import counted, percent, quote_name
+from bnncli.names import count_noun, percent, quote_name
 from bnncli.progress import Progress
 from bnncli.session.run import Run
 
@@ -378,7 +378,7 @@ def check_network_fits(run: Run, names: Iterable[str], *, is_accepted: bool) -> 
     """
     found = [] if is_accepted else find_misread_splits(run, names)
     if found:
-        others = f"; {counted(len(found) - 1, 'more split')} like this" if len(found) > 1 else ""
+        others = f"; {count_noun(len(found) - 1, 'more split')} like this" if len(found) > 1 else ""
         raise CheckFailed(
             f"the network of {run.checkpoint_path} probably misreads its inputs or labels: {found[0]}{others}",
             hint="extract the features again from the right inputs and labels with \0force\0, or add "

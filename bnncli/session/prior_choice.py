@@ -14,7 +14,7 @@ from bnncli.session.produce import Request
 from bnncli.session.run import Run
 
 if TYPE_CHECKING:
-    from bnncli.inference.prior_variants import PriorClimb
+    from bnncli.inference.prior_variants import PriorTrials
 
 
 Options = TypeVar("Options", bound=SearchedPriorOptions)
@@ -64,7 +64,7 @@ def search_identity(told: Mapping[str, Any]) -> dict[str, Any]:
     return {_SEARCH: dict(told)} if told else {}
 
 
-def prior_metrics(found: PriorClimb, prior: Prior, *, passes: float) -> dict[str, Any]:
+def prior_metrics(found: PriorTrials, prior: Prior, *, passes: float) -> dict[str, Any]:
     """Return the metrics of a prior search for an artifact.
 
     Args:

@@ -307,7 +307,7 @@ def read_last_judgements(run: Run) -> dict[str, bool]:
         return {}
 
 
-def recommended(run: Run) -> RecommendedPredictor | None:
+def open_recommendation(run: Run) -> RecommendedPredictor | None:
     """Return the run's recommendation; None without one.
 
     Raises:

@@ -97,7 +97,9 @@ def _resolve_span(header: Header, structure: str) -> set[bool]:
     if header.meta["num_examples"] >= weight["shape"][1]:
         return {False}
     return (
-        {True} if header.meta.get(structure) in registry.declaring("curvature", "is_fitted_in_span") else {False, True}
+        {True}
+        if header.meta.get(structure) in registry.list_declaring("curvature", "is_fitted_in_span")
+        else {False, True}
     )
 
 

@@ -26,14 +26,17 @@ def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any
         sizes: see memory.fit_bytes.
     """
     num_examples, num_features = train.content.features.shape
-    if num_examples >= num_features or structure not in ("auto", *registry.declaring("curvature", "is_fitted_in_span")):
+    if num_examples >= num_features or structure not in (
+        "auto",
+        *registry.list_declaring("curvature", "is_fitted_in_span"),
+    ):
         return None
     span = reduced_layout(train.layout, num_examples)
     if structure == "auto":
         structure = memory.automatic_structure(
             span, budget(run.device_name), device=run.device_name, whole=train.layout, **sizes
         )
-    return span if registry.declared("curvature", structure, "is_fitted_in_span") else None
+    return span if registry.read_declared("curvature", structure, "is_fitted_in_span") else None
 
 
 def span_of(meta: Mapping[str, Any]) -> HeadLayout | None:

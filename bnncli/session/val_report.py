@@ -22,7 +22,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.errors import MissingInput
 from bnncli.integrators import Integrator, load_integrator, supports
 from bnncli.lazy import torch
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.session.inputs import Split, load_split
 from bnncli.session.out_of_fold import OutOfFold
 from bnncli.session.predictor import OF_THETA, default_integrator_of, divide_rows, follows_val
@@ -333,7 +333,7 @@ def val_line(entries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _draws(entry: Mapping[str, Any]) -> str:
-    return f", {counted(entry['samples'], 'draw')}" if entry.get("samples") else ""
+    return f", {count_noun(entry['samples'], 'draw')}" if entry.get("samples") else ""
 
 
 def val_lines(metrics: Mapping[str, Any], *, where: str = "") -> list[str]:

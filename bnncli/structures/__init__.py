@@ -9,7 +9,7 @@ matrix of prior precisions. A structure's file has up to three classes, for the 
   n and H_n the Hessian of their likelihood. This GGN equals the Hessian if the network is linear in theta, and is
   always positive semidefinite (Schraudolph 2002; Martens 2020, arXiv:1412.1193).
 
-Literal declarations such as `order` are read without imports (`registry.declared`). The other files are shared:
+Literal declarations such as `order` are read without imports (`registry.read_declared`). The other files are shared:
 `factorisation` (roots of matrices), `logits`, `logit_gaussian` and `network_logits` (the Gaussian of the logits),
 `network_sums` (per-example gradients by layer), `row_space` and `subspace` (posteriors over a part of theta).
 """

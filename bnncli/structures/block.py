@@ -24,7 +24,7 @@ from bnncli.structures.logits import Independent, LogitCovariance
 from bnncli.structures.network_logits import BlockRoot, Blocks, PulledBlock, consecutive_places
 from bnncli.structures.network_sums import examples_at_once, weighted_rows
 from bnncli.targets.grams import tiles, weighted_grams
-from bnncli.targets.last_layer import scaled, sum_over_examples
+from bnncli.targets.last_layer import scale_by_likelihood, sum_over_examples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -245,7 +245,7 @@ class LastLayerBlock:
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
         """Return `hessian.block`, (K, F, F) float64."""
         (total,) = sum_over_examples(target, theta, partial(_sum_block, target.layout.likelihood))
-        return {"hessian.block": scaled(total, target)}
+        return {"hessian.block": scale_by_likelihood(total, target)}
 
     @staticmethod
     def num_elements(layout: MatrixLayout) -> int:

@@ -21,7 +21,7 @@ from bnncli.parameters.layouts import HeadLayout, ParamLayout, ParamPart
 from bnncli.parameters.prior import Prior
 from bnncli.structures import Operations
 from bnncli.structures.logits import Independent, LogitCovariance
-from bnncli.structures.network_logits import BlockRoot, Blocks, MatrixDerivatives, Turned, turned, weighted_root
+from bnncli.structures.network_logits import BlockRoot, Blocks, MatrixDerivatives, Turned, build_turned, weighted_root
 from bnncli.structures.network_sums import (
     Columns,
     Finder,
@@ -38,7 +38,7 @@ from bnncli.structures.network_sums import (
     place_of,
     scales_of,
 )
-from bnncli.targets.last_layer import scaled, sum_over_examples
+from bnncli.targets.last_layer import scale_by_likelihood, sum_over_examples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,7 +150,7 @@ class LastLayerDiag:
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
         """Return `hessian.diag`, (P,) float64."""
         (total,) = sum_over_examples(target, theta, partial(_sum_block, target.layout.likelihood))
-        return {"hessian.diag": scaled(target.layout.flatten(total), target)}
+        return {"hessian.diag": scale_by_likelihood(target.layout.flatten(total), target)}
 
     @staticmethod
     def num_elements(layout: ParamLayout) -> int:
@@ -263,7 +263,7 @@ class Scaled:
 
     def turn(self, layer: MatrixDerivatives) -> Turned:
         """Return the Jacobian as it is, with a bias as last column."""
-        return turned(*layer.in_bases(), has_bias=layer.has_bias)
+        return build_turned(*layer.in_bases(), has_bias=layer.has_bias)
 
     def of_turned(self, turned: Turned) -> Tensor:
         """Return the Jacobian in a matrix (outputs, F) times standard deviations."""

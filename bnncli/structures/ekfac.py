@@ -58,7 +58,9 @@ class NetworkEkfac:
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
         """Compute the factors of one block, and curvatures in bases of the same size."""
         factors = LayerFactors.of(target, theta, are=find_by_name)
-        bases = {name: _unturned(factors.outputs[name], of_inputs) for name, of_inputs in factors.features.items()}
+        bases = {
+            name: _identity_basis(factors.outputs[name], of_inputs) for name, of_inputs in factors.features.items()
+        }
         return _values(target, theta, factors, bases)
 
     @staticmethod
@@ -67,7 +69,7 @@ class NetworkEkfac:
         return NetworkKron.num_elements(layout)
 
 
-def _unturned(outputs: Tensor, features: Tensor) -> Basis:
+def _identity_basis(outputs: Tensor, features: Tensor) -> Basis:
     """Return identity bases of the factors' size."""
     return Basis(
         torch.eye(len(outputs)).to(outputs), torch.eye(len(features)).to(features), outputs[:, :1] * features[0]

@@ -52,7 +52,7 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
         root, failed = _long(precision, 1 / 3, lambda: torch.linalg.cholesky_ex(precision.flip(-2, -1)))
         return None if failed.any() else _long(precision, 1, partial(_inverse_transposed, root.flip(-2, -1)))
 
-    return _jittered(root, size, is_finite=lambda: bool(torch.isfinite(precision).all()))
+    return _add_jitter(root, size, is_finite=lambda: bool(torch.isfinite(precision).all()))
 
 
 def root_of_sum(rows: Rows, diagonal: Tensor, *, mean: float) -> tuple[Tensor, float]:
@@ -72,7 +72,7 @@ def root_of_sum(rows: Rows, diagonal: Tensor, *, mean: float) -> tuple[Tensor, f
 
         return panelled_root(columns, size, workers, device=diagonal.device)
 
-    return _jittered(
+    return _add_jitter(
         root, mean, is_finite=lambda: all(_is_finite(rows, start, size) for start in range(0, size, _LOOK))
     )
 
@@ -81,7 +81,7 @@ def _is_finite(rows: Rows, start: int, size: int) -> bool:
     return bool(torch.isfinite(rows(start, min(start + _LOOK, size))).all())
 
 
-def _jittered(
+def _add_jitter(
     root: Callable[[float], Tensor | None], size: float, *, is_finite: Callable[[], bool]
 ) -> tuple[Tensor, float]:
     """Return the first root that exists and the jitter added to the diagonal. Raises NumericError if there is none."""
@@ -251,8 +251,8 @@ class PackedTriangle:
         if root.device.type != "cpu" or not has_layouts():
             return None
         ends = [(start, min(start + _WIDTH, len(root))) for start in range(0, len(root), _WIDTH)]
-        rows = tuple((stop, _packed(root[start:stop, :stop])) for start, stop in ends)
-        columns = tuple((start, _packed(root[start:, start:stop].T)) for start, stop in ends)
+        rows = tuple((stop, _pack(root[start:stop, :stop])) for start, stop in ends)
+        columns = tuple((start, _pack(root[start:, start:stop].T)) for start, stop in ends)
         return cls(rows, columns)
 
     def unwhiten(self, z: Tensor) -> Tensor:
@@ -272,11 +272,11 @@ def has_layouts() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     with suppress(AttributeError, RuntimeError):
-        return bool(_product(torch.ones(1, 2), _packed(torch.ones(3, 2))).sum() == 6)
+        return bool(_product(torch.ones(1, 2), _pack(torch.ones(3, 2))).sum() == 6)
     return False
 
 
-def _packed(weight: Tensor) -> Tensor:
+def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = _kernels()._reorder_linear_weight(weight.float().contiguous(), _USUAL_ROWS)
     return packed
 

@@ -29,7 +29,7 @@ from bnncli.targets.grams import (
     unpack_symmetric,
     weighted_grams,
 )
-from bnncli.targets.last_layer import scaled, sum_over_examples
+from bnncli.targets.last_layer import scale_by_likelihood, sum_over_examples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,7 +191,7 @@ class LastLayerFull:
 def _sum_pairs(target: LastLayerTarget, theta: Tensor) -> Tensor:
     """Return the sums of `_sum_block` over all examples, one per pair of outputs."""
     (pairs,) = sum_over_examples(target, theta, partial(_sum_block, target.layout.likelihood))
-    return scaled(pairs, target)
+    return scale_by_likelihood(pairs, target)
 
 
 def _sum_block(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:

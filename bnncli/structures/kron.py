@@ -39,7 +39,14 @@ from bnncli.structures import Covariance, Operations
 from bnncli.structures.block import InLayers
 from bnncli.structures.diag import Diag
 from bnncli.structures.logits import LogitCovariance, LogitRoot
-from bnncli.structures.network_logits import BlockRoot, MatrixDerivatives, PulledBlock, Turned, turned, weighted_root
+from bnncli.structures.network_logits import (
+    BlockRoot,
+    MatrixDerivatives,
+    PulledBlock,
+    Turned,
+    build_turned,
+    weighted_root,
+)
 from bnncli.structures.network_sums import (
     Columns,
     Finder,
@@ -58,7 +65,7 @@ from bnncli.structures.network_sums import (
 )
 from bnncli.system.memory import give_back_freed
 from bnncli.system.signals import eigenvectors
-from bnncli.targets.last_layer import scaled, sum_over_examples
+from bnncli.targets.last_layer import scale_by_likelihood, sum_over_examples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -273,7 +280,10 @@ class LastLayerKron:
         if before is not None:
             return {"hessian.kron.A": before["hessian.kron.A"], "hessian.kron.B": _output_factor(target, theta)}
         features, outputs = sum_over_examples(target, theta, partial(_sum_block, target.layout.likelihood))
-        return {"hessian.kron.A": features / target.num_examples, "hessian.kron.B": scaled(outputs, target)}
+        return {
+            "hessian.kron.A": features / target.num_examples,
+            "hessian.kron.B": scale_by_likelihood(outputs, target),
+        }
 
     @staticmethod
     def num_elements(layout: MatrixLayout) -> int:
@@ -310,7 +320,7 @@ def _output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
         return (target.layout.likelihood.hessian_sum(probabilities(rows, block)),)
 
     (total,) = target.blocks.sum(work, columns=target.layout.num_outputs, dtype=target.dtype)
-    return scaled(total, target)
+    return scale_by_likelihood(total, target)
 
 
 class NetworkKron:
@@ -742,7 +752,7 @@ class TurnedBlock:
 
     def turn(self, layer: MatrixDerivatives) -> Turned:
         """Return the Jacobian in the bases, transforming output gradients and inputs rather than their products."""
-        return turned(*layer.in_bases(self.covariance.output_basis, self.covariance.feature_basis))
+        return build_turned(*layer.in_bases(self.covariance.output_basis, self.covariance.feature_basis))
 
     def of_turned(self, turned: Turned) -> Tensor:
         """Return the Jacobian times standard deviations if the coordinates in the bases are independent, else times L."""

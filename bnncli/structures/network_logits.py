@@ -67,7 +67,7 @@ def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
         blocks: returns the blocks of Sigma and their places in theta, given the places of parameters that are used
             together.
     """
-    rooted = _rooted(layout, theta, [blocks])
+    rooted = _build_roots(layout, theta, [blocks])
 
     def roots(inputs: Tensor) -> Iterator[Iterable[Tensor]]:
         return (chain.from_iterable(block) for block in rooted(inputs))
@@ -81,7 +81,7 @@ def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[
     Args:
         candidates: the blocks of each Sigma, all with the same places.
     """
-    rooted = _rooted(layout, theta, candidates)
+    rooted = _build_roots(layout, theta, candidates)
 
     def covariances(inputs: Tensor) -> Tensor:
         found = []
@@ -98,7 +98,7 @@ def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[
     return covariances
 
 
-def _rooted(
+def _build_roots(
     layout: ModuleLayout, theta: Tensor, candidates: Sequence[Blocks]
 ) -> Callable[[Tensor], Iterator[Iterable[Iterable[Tensor]]]]:
     """Return a function that yields, for each block of inputs, each place of theta and each Sigma, the roots (b, K, r)."""
@@ -109,7 +109,7 @@ def _rooted(
             yield ([inputs.new_zeros(0, layout.num_outputs, 1)] * len(candidates),)
             return
         at = theta.to(inputs.device, inputs.dtype if inputs.is_floating_point() else torch.float32)
-        kept = kept_at(layout, at, DERIVATIVES)
+        kept = find_cache(layout, at, DERIVATIVES)
         if not found:
             found.append(_Parts.of(layout, at, inputs) if kept is None or kept.beside is None else kept.beside[0])
         parts = found[0]
@@ -251,7 +251,7 @@ def products(slopes: Tensor, columns: Tensor) -> Tensor:
     return (slopes.flatten(1, 2) @ columns.mT).unflatten(1, slopes.shape[1:3])
 
 
-def turned(slopes: Tensor, columns: Tensor, *, has_bias: bool = False) -> Turned:
+def build_turned(slopes: Tensor, columns: Tensor, *, has_bias: bool = False) -> Turned:
     """Keep g (n, K, outputs, T) and x (n, F, T) if T is 1, else sum their products."""
     if slopes.shape[3] == 1:
         return Turned(slopes, columns, has_bias)
@@ -470,7 +470,7 @@ def keeping(network: ModuleNetwork, most: int) -> Iterator[None]:
         network.kept.clear()
 
 
-def kept_at(layout: ModuleLayout, theta: Tensor, name: str) -> Kept | None:
+def find_cache(layout: ModuleLayout, theta: Tensor, name: str) -> Kept | None:
     """Return the cache at theta (P,); None without a cache."""
     found: Kept | None = None if layout.network is None else layout.network.kept.get(name)
     return None if found is None else found.at(theta)
@@ -478,7 +478,7 @@ def kept_at(layout: ModuleLayout, theta: Tensor, name: str) -> Kept | None:
 
 def logits_at(layout: ModuleLayout, inputs: Tensor, theta: Tensor) -> Tensor:
     """Return logits (n, K) of inputs (n, ...) under theta (P,), from the cache if possible."""
-    kept = kept_at(layout, theta, LOGITS)
+    kept = find_cache(layout, theta, LOGITS)
     block = None if kept is None else kept.block(inputs)
     if block is not None and block.is_known and len(inputs):
         rows: Tensor = block.get(LOGITS).rows

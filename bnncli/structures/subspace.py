@@ -112,10 +112,10 @@ def _from_products(covariance: Covariance, count: int, generator: torch.Generato
         return torch.linalg.eigh(0.5 * (matrix + matrix.T))[1].flip(1)[:, :count]
     source = source_of(generator, size, device)
     first = torch.randn(count + _MORE, size, generator=source, device=source.device, dtype=torch.float64)
-    return _iterated(lambda rows: covariance.pull_back(covariance.unwhiten(rows)), first.to(device), count)
+    return _iterate_krylov(lambda rows: covariance.pull_back(covariance.unwhiten(rows)), first.to(device), count)
 
 
-def _iterated(multiply: Callable[[Tensor], Tensor], rows: Tensor, count: int) -> Tensor:
+def _iterate_krylov(multiply: Callable[[Tensor], Tensor], rows: Tensor, count: int) -> Tensor:
     """Return directions (P, K) by block Krylov iteration from starting directions (K + extra, P)."""
     found = 0.0
     for _ in range(_ROUNDS):

@@ -243,7 +243,7 @@ def _is_running(pid: str) -> bool:
 
 
 PATIENCE = datetime.timedelta(minutes=30)  # how long workers wait for each other
-LONG_PATIENCE = datetime.timedelta(days=30)  # of a crew, while the leader reads the data: heartbeats show that it lives
+LONG_PATIENCE = datetime.timedelta(days=30)  # of a pool, while the leader reads the data: heartbeats show that it lives
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Team:
         rank: of this one, from 0 on.
         size: number of processes.
         num_shards: number of parts of the examples, whatever the size: their sums are added in a fixed order.
-        is_in_step: whether all run the command; in a crew only the leader does, and the others do what it asks.
+        is_in_step: whether all run the command; in a pool only the leader does, and the others do what it asks.
     """
 
     rank: int
@@ -459,7 +459,7 @@ def working_alone() -> Iterator[None]:
 
 
 def worker_pool() -> Team | None:
-    """Return the processes of a crew, whose leader runs the command and asks the others; None where there is none."""
+    """Return the processes of a pool, whose leader runs the command and asks the others; None where there is none."""
     return _team[0] if _team and not _team[0].is_in_step else None
 
 

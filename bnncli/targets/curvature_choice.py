@@ -49,5 +49,5 @@ def kinds_of(structure: str) -> tuple[str, ...]:
     """The kinds of curvature that a structure of a whole network is made of: the first alone where its file names none."""
     if registry.declaration_of("network_curvature", structure, "kinds") is None:
         return (GGN,)
-    found: tuple[str, ...] = registry.declared("network_curvature", structure, "kinds")
+    found: tuple[str, ...] = registry.read_declared("network_curvature", structure, "kinds")
     return found

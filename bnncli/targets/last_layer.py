@@ -579,6 +579,6 @@ def sum_over_examples(
     return target.blocks.sum(work, columns=columns, dtype=target.dtype)
 
 
-def scaled(part: Tensor, target: LastLayerTarget) -> Tensor:
+def scale_by_likelihood(part: Tensor, target: LastLayerTarget) -> Tensor:
     """Multiply the part by the scale of the target's likelihood."""
     return part if target.likelihood_scale == 1.0 else torch.mul(part, target.likelihood_scale)

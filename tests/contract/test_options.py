@@ -29,7 +29,7 @@ from bnncli.options.command import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.declaration import flag_of, help_of, made
+from bnncli.options.declaration import build_options, flag_of, help_of
 
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
@@ -84,7 +84,7 @@ def parse(words: list[str]) -> tuple[Command, dict[str, Any]]:
     """What a command line says, without running it; options are checked as they are when it runs."""
     command, values = parser()(args=words, prog_name="bnncli", standalone_mode=False)
     for group in command.groups:
-        made(group, values)
+        build_options(group, values)
     return command, values
 
 

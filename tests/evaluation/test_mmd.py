@@ -15,7 +15,7 @@ from torch import Tensor
 from bnncli.errors import DataError
 from bnncli.evaluation import distances as mmd_module
 from bnncli.evaluation.distances import (
-    _relabelled,
+    _draw_labels,
     median_bandwidth,
     mmd2,
     num_draws_to_compare,
@@ -163,7 +163,7 @@ def test_the_p_value_is_that_of_a_loop_over_permutations(n: int, m: int) -> None
 def test_draws_are_relabelled_by_the_order_of_random_numbers(n: int, m: int) -> None:
     numbers = torch.rand(200, n + m, generator=seeded(3))
     assert m < 600 or any(len(row.unique()) < n + m for row in numbers)  # ties, in the order of their places
-    found = _relabelled(200, n, m, generator=seeded(3))
+    found = _draw_labels(200, n, m, generator=seeded(3))
     assert torch.equal(found, numbers.argsort(dim=1, stable=True) < n)
     assert set(found.sum(dim=1).tolist()) == {n}
 

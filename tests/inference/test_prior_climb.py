@@ -14,7 +14,7 @@ from torch import Tensor
 from bnncli.errors import NumericError
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.prior_variants import STEP, PriorTrial, climb_prior
+from bnncli.inference.prior_variants import STEP, PriorTrial, search_prior
 from bnncli.inference.refine import fit_flow
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
@@ -36,7 +36,7 @@ def trials_of(
 
 @pytest.mark.parametrize("best", [-6.0, -1.0, 0.0, 2.0, 7.0])
 def test_the_best_precision_is_found_to_half_a_decade_from_either_side(best: float) -> None:
-    found = climb_prior(trials_of(lambda log: 1 + (log - best) ** 2), 1.0)
+    found = search_prior(trials_of(lambda log: 1 + (log - best) ** 2), 1.0)
     assert abs(math.log(found.best.precision) - best) <= STEP
     assert not found.is_cut
     assert found.curve == sorted(found.curve)
@@ -44,7 +44,7 @@ def test_the_best_precision_is_found_to_half_a_decade_from_either_side(best: flo
 
 
 def test_what_gains_less_than_counts_leaves_the_precision_as_it_is() -> None:
-    flat = climb_prior(trials_of(lambda log: 1 + 0.004 * log), 3.0)
+    flat = search_prior(trials_of(lambda log: 1 + 0.004 * log), 3.0)
     assert flat.best.precision == 3.0
     assert len(flat.trials) == 3  # one on either side
 
@@ -57,13 +57,13 @@ def test_noise_seldom_moves_the_precision() -> None:
         def try_at(precision: float, before: PriorTrial | None, generator: torch.Generator = generator) -> PriorTrial:
             return PriorTrial(precision, 1 + torch.randn(400, generator=generator, dtype=torch.float64), 1.0, 1e9)
 
-        moved += climb_prior(try_at, 1.0).best.precision != 1.0
+        moved += search_prior(try_at, 1.0).best.precision != 1.0
     # Each of two neighbours passes one standard error one time in six.
     assert moved / 200 == pytest.approx(1 - (1 - 0.1587) ** 2, abs=0.1)
 
 
 def test_trials_end_once_they_have_cost_as_much_as_the_run() -> None:
-    found = climb_prior(trials_of(lambda log: 20 + 5 * log, limit=3.0), 1.0)
+    found = search_prior(trials_of(lambda log: 20 + 5 * log, limit=3.0), 1.0)
     assert (len(found.trials), found.is_cut) == (3, True)
     assert found.best.precision == found.trials[-1].precision
 
@@ -76,7 +76,7 @@ def test_a_precision_without_a_fit_is_passed_over() -> None:
             raise NumericError("no mode")
         return plain(precision, before)
 
-    assert climb_prior(try_at, 1.0).best.precision == pytest.approx(math.exp(-STEP))
+    assert search_prior(try_at, 1.0).best.precision == pytest.approx(math.exp(-STEP))
 
 
 @pytest.fixture(scope="module")

@@ -439,7 +439,7 @@ def test_the_graphs_decide_what_a_script_calls(tmp_path: Path, monkeypatch: pyte
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.script(nn.Sequential(Aside())).save(str(tmp_path / "net.pt"))
-    monkeypatch.setattr(_script_program, "_checked_archive", lambda stream: stream.seek(0) or stream)
+    monkeypatch.setattr(_script_program, "_check_archive", lambda stream: stream.seek(0) or stream)
     with pytest.raises(Untrusted, match="calls 'aten::save'"):
         open_script(str(tmp_path / "net.pt"), ModelRequest()).build(None)
 

@@ -28,7 +28,7 @@ from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command import CommandLine, CommonOptions, RecordOptions, RunOptions, WriteOptions, own_command
-from bnncli.options.declaration import choices_of, flag_of, made, spell_options
+from bnncli.options.declaration import build_options, choices_of, flag_of, spell_options
 from bnncli.options.shared import find_unmet_conditions, parse_until
 from bnncli.session import produce as resumable
 
@@ -71,7 +71,7 @@ def sample(command: Any, name: str) -> tuple[list[str], list[str]]:
             with contextlib.suppress(UsageError, ValueError):
                 values = {key: _parse_text(text, options[key][1], "") for key, text in texts.items()}
                 for group in command.groups:
-                    made(group, values)
+                    build_options(group, values)
                 return words_of(name, None if alone else value), [
                     word for key, text in beside.items() if key != name for word in words_of(key, text)
                 ]

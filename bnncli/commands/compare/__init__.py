@@ -21,7 +21,7 @@ from bnncli.options.scoring import Quantity, declare_comparison_options, parse_s
 from bnncli.options.shared import check_variant, chosen_layers_option
 from bnncli.session.costs import TotalCost, total_cost
 from bnncli.session.predictions import PredictionGroup, open_groups
-from bnncli.session.recommendation import recommended
+from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run, Table, each_checkpoint, source_json
 from bnncli.session.score_rows import num_draws
 from bnncli.session.val_report import gain_table
@@ -370,7 +370,7 @@ def _find_baseline(run: Run, options: CompareOptions, groups: list[PredictionGro
 def _read_recommendation(run: Run) -> str | None:
     """Return auto's recommendation for the run; None where there is none that can be used."""
     try:
-        found = recommended(run)
+        found = open_recommendation(run)
     except DataError as error:
         run.console.warn(f"{error.message}{error.advice}")
         return None

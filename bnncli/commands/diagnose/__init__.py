@@ -61,7 +61,7 @@ from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes
 from bnncli.session.predictions import find_named, select_by_layers
 from bnncli.session.predictor import TrainData, sampling_integrator
 from bnncli.session.produce import format_expected_memory
-from bnncli.session.recommendation import RecommendedPredictor, recommended
+from bnncli.session.recommendation import RecommendedPredictor, open_recommendation
 from bnncli.session.run import Result, Run, source_json
 from bnncli.session.states import suggest_next_command
 from bnncli.session.val_report import gain_table, network_on_val
@@ -493,7 +493,7 @@ def _was_tuned_on_val(header: Header) -> bool:
 def _read_recommendation(run: Run) -> RecommendedPredictor | None:
     """Return auto's recommendation; None where there is none that can be used."""
     try:
-        return recommended(run)
+        return open_recommendation(run)
     except DataError as error:
         run.console.warn(f"{error.message}{error.advice}")
         return None

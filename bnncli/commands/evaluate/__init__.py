@@ -54,7 +54,7 @@ from bnncli.session.prediction_files import (
 )
 from bnncli.session.predictions import PredictionGroup, SkippedPosterior, layers_of, open_groups
 from bnncli.session.produce import ComputationOutput, Request, produce
-from bnncli.session.recommendation import recommended
+from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import (
     AbsentPosterior,
@@ -252,7 +252,7 @@ def _parse_assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
     every = [one for one in options.assertions if is_of_every(one)]
     if not every or options.posterior or options.integrator or options.layers is not None:
         return [*options.assertions]
-    found = recommended(run)
+    found = open_recommendation(run)
     if found is None:
         return [*options.assertions]
     run.console.info(

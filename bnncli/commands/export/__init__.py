@@ -30,7 +30,7 @@ from bnncli.session.predictor import (
     type_of,
 )
 from bnncli.session.produce import ComputationOutput, Request, produce
-from bnncli.session.recommendation import recommended
+from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run
 
 EXPORTED_SCORES = (
@@ -201,7 +201,7 @@ def _choose_posterior(run: Run, options: ExportOptions) -> tuple[str, str | None
     """The posterior and the integrator: as named, or as auto recommends."""
     if options.posterior is not None:
         return options.posterior, options.integrator
-    found = recommended(run)
+    found = open_recommendation(run)
     if found is None:
         there = ", ".join(path.stem for path in run.folder.posteriors())
         if not there:

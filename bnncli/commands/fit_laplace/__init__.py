@@ -42,7 +42,7 @@ LOO = "loo"
 
 def _describe_family(family: str) -> str:
     """List the structures of a family, each with its description."""
-    about = {name: registry.declared(family, name, "about") for name in registry.in_order(family)}
+    about = {name: registry.read_declared(family, name, "about") for name in registry.in_order(family)}
     return "; ".join(f"{name} ({text})" if text else name for name, text in about.items())
 
 

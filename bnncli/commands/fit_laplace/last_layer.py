@@ -649,9 +649,9 @@ def _choose_structure_by_val(
     first = gaussian.covariance.structure
     quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole)
     if whole is not None:  # a diagonal in the basis of the span, for example, is not diagonal in theta
-        quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
+        quick = [name for name in quick if registry.read_declared("curvature", name, "is_same_in_span")]
     others = quick[quick.index(closest) :] if closest in quick else []
-    if others and closest in registry.declaring("curvature", "is_exact"):
+    if others and closest in registry.list_declaring("curvature", "is_exact"):
         if first != closest:
             generator = run.stream("fit-laplace/val")
             found = search_at(structure=closest, start=gaussian.mean, generator=generator, around=found.best)

@@ -17,7 +17,7 @@ from bnncli.inference.prior_variants import FoldSearch
 from bnncli.names import percent
 from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import LAST
-from bnncli.registry import declaring
+from bnncli.registry import list_declaring
 from bnncli.session.fits import Method, Report
 from bnncli.session.inputs import Split
 from bnncli.session.produce import Request
@@ -76,7 +76,7 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     if metrics.get("center") == "checkpoint":
         command = run.suggest("fit-laplace", center="mode", force=True, name=other)
         also.append(f"run {command} (not measured yet)")
-    elif metrics["structure"] not in declaring("curvature", "is_exact") and can_be_refined:
+    elif metrics["structure"] not in list_declaring("curvature", "is_exact") and can_be_refined:
         name = f"refine{LayersOptions(metrics.get('layers', LAST)).layers_suffix}"
         refined = fresh_posterior(run, name, {"flow": "affine", "base": path.stem})
         if refined is None:
@@ -256,7 +256,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         )
     if metrics["log_marginal_likelihood"] is not None:
         kind = metrics.get("curvature", "hessian")  # of a last layer the two are the same
-        is_exact = kind == "hessian" and metrics["structure"] in declaring("curvature", "is_exact")
+        is_exact = kind == "hessian" and metrics["structure"] in list_declaring("curvature", "is_exact")
         named = metrics["structure"] if kind == "hessian" else f"{metrics['structure']} {kind}"
         of = "" if is_exact else f", with the {named} approximation of the Hessian"
         lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.artifacts.atomic import check_writable, write_error
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import CheckFailed, UsageError
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.options.command import Argument, Command, CommandLine, CommonOptions
 from bnncli.options.declaration import CheckedOptions, option
 from bnncli.session.run import Result, Run, Table
@@ -215,7 +215,7 @@ def _build_plan_result(run: Run, jobs: list[Job], journal: Journal) -> Result:
     config = run.console.options.config
     begun = [job for job in jobs if journal.done(job, jobs, read_seen(job, config)) is None]
     known = sum(journal.known[job.key].is_good for job in begun if job.key in journal.known)
-    summary = f"{counted(len(jobs), 'line')}, {len(begun)} to start"
+    summary = f"{count_noun(len(jobs), 'line')}, {len(begun)} to start"
     if known:
         summary += f"; {known} of these finished before and will report what is up to date"
     lines = [job.line.pasted() for job in begun]
@@ -233,7 +233,7 @@ def _result(run: Run, jobs: list[Job], ended: Mapping[int, LineEnd], journal: Jo
         told.append(f"{warned} with warnings")
     result = Result(
         extra={"jobs": entries, "counts": dict(counts), "dir": str(journal.folder)},
-        summary=[f"{counted(len(jobs), 'line')}: {', '.join(told)}; logs and documents: {journal.logs}"],
+        summary=[f"{count_noun(len(jobs), 'line')}: {', '.join(told)}; logs and documents: {journal.logs}"],
     )
     bad = [job for job in jobs if not ended[job.number].is_good]
     if not bad:
@@ -244,7 +244,7 @@ def _result(run: Run, jobs: list[Job], ended: Mapping[int, LineEnd], journal: Jo
     result.tables = [_table(bad, ended, journal)]
     failed, left = counts[FAILED], counts[SKIPPED]
     result.failure = CheckFailed(
-        f"{failed} of {counted(len(jobs), 'line')} failed"
+        f"{failed} of {count_noun(len(jobs), 'line')} failed"
         + (f", and {left} that depend on them were skipped" if left else ""),
         hint=f"fix the errors above, then run the grid again to complete it: {run.line.pasted()}",
         code="jobs_failed",

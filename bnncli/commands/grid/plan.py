@@ -19,7 +19,7 @@ from bnncli.errors import BnnError, ConfigError, DeviceError, MissingInput, Usag
 from bnncli.lazy import torch
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.command import Command, CommandLine, CommonOptions, NameOptions, RecordOptions
-from bnncli.options.declaration import CheckedOptions, Declared, declaration, flag_of, made, map_options
+from bnncli.options.declaration import CheckedOptions, Declared, build_options, declaration, flag_of, map_options
 from bnncli.options.toml import base_type, closest, faults_of, line_of, option_value, read_toml
 from bnncli.system import workers as team
 from bnncli.system.devices import device_name
@@ -626,7 +626,7 @@ def _find_refusal(line: CommandLine) -> str | None:
     try:
         values = CommandLine.parse(line.command, line.words()[2:], line.groups).values()
         for group in line.groups:
-            made(group, values)
+            build_options(group, values)
     except (BnnError, ValueError, LookupError) as error:
         return error.message if isinstance(error, BnnError) else str(error)
     return None

@@ -22,7 +22,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.run_folder import RunFolder
 from bnncli.commands.grid.plan import JOB, GridFile, Job, LinePlace
 from bnncli.errors import NOT_OF_CONTENT, BnnError, ConfigError, DataError, Exit, Interrupted, MissingInput
-from bnncli.names import counted, printable
+from bnncli.names import count_noun, printable
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.command import COMPUTE, CommandLine, InputOptions, NameOptions
 from bnncli.options.declaration import flag_of, settings_of
@@ -342,7 +342,7 @@ class Schedule:
             ended = replace(ended, seen=self.seen[job.number].digest(apart_from=self.journal.beside(job, self.jobs)))
         self.ended[job.number] = ended
         self.journal.add(job, ended)
-        said = ended.state.replace("_", " ") + (f", {counted(ended.warnings, 'warning')}" if ended.warnings else "")
+        said = ended.state.replace("_", " ") + (f", {count_noun(ended.warnings, 'warning')}" if ended.warnings else "")
         if ended.state == FAILED:
             said = f"failed, exit {ended.exit}: {ended.why}"
         self.run.console.info(f"{job.label}: {said} ({ended.seconds:.1f} s)")
@@ -351,7 +351,9 @@ class Schedule:
         """End what still runs; of what has come to its end meanwhile it is known."""
         running = list(self.running.values())
         if running:
-            self.run.console.info(f"ending {counted(len(running), 'line')}; those that can continue save their state")
+            self.run.console.info(
+                f"ending {count_noun(len(running), 'line')}; those that can continue save their state"
+            )
             stop(running)
         for one in running:
             ended = one.ended()

@@ -14,7 +14,7 @@ from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.integrators._partitions import NUM_GROUPS, num_group_mean_rows
 from bnncli.likelihoods import has_exclusive_classes, read_recorded_name
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.predict import PredictOptions
 from bnncli.session import revisions as _revisions
@@ -33,7 +33,7 @@ from bnncli.session.predictor import (
     warn_of_few_draws,
 )
 from bnncli.session.produce import ComputationOutput, Request, produce
-from bnncli.session.recommendation import recommended
+from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run
 from bnncli.system.workers import is_leader
 
@@ -91,7 +91,7 @@ def execute(run: Run, options: PredictOptions) -> Result:
             hint=run.suggest("status"),
         )
     if not run.write.dry_run:
-        counts = f"{counted(len(total.outputs), 'file')}, {counted(len(splits), 'split')}"
+        counts = f"{count_noun(len(total.outputs), 'file')}, {count_noun(len(splits), 'split')}"
         total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_describe_draws(run, total.outputs)]
     files = [Path(output["path"]) for output in total.outputs]
     decided: list[SplitDecisions] = []
@@ -121,7 +121,7 @@ def _apply_recommendation(run: Run, options: PredictOptions) -> PredictOptions:
         return replace(options, posterior=[])
     if options.posterior or options.integrator or options.layers is not None:
         return options
-    found = recommended(run)
+    found = open_recommendation(run)
     if found is None:
         return options
     run.console.info(

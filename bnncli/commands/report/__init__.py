@@ -14,7 +14,7 @@ from bnncli.artifacts.outputs import check_figure_path, check_page_path, write_f
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import Interrupted, MissingInput, UsageError, WriteError
 from bnncli.figures.style import FigureContent, figure_file
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.command import (
     READ,
@@ -191,7 +191,7 @@ def _write_page(run: Run, runs: list[Run], path: Path, options: ReportOptions) -
         paths = figure_paths(run, figures, path, options)
         content = whole.build_page(runs, sections, collect_options(runs, options))
     result = write_files(run, (path, content), figures, paths)
-    result.summary = [*summaries, counted(len(figures), "figure")]
+    result.summary = [*summaries, count_noun(len(figures), "figure")]
     result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}
     return result
 

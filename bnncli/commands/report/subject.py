@@ -38,7 +38,7 @@ from bnncli.options.declaration import spell_options
 from bnncli.options.scoring import EvaluateOptions
 from bnncli.session.inputs import load_split, require_draws
 from bnncli.session.predictions import PredictionGroup, maker_of, open_groups
-from bnncli.session.recommendation import RecommendedPredictor, metrics_of, recommended
+from bnncli.session.recommendation import RecommendedPredictor, metrics_of, open_recommendation
 from bnncli.session.run import Run
 from bnncli.session.score_rows import PredictedSplit
 from bnncli.system.memory import require
@@ -80,7 +80,7 @@ class Damaged(NamedTuple):
     command: str | None
 
 
-def damaged(run: Run, named: list[str]) -> list[Damaged]:
+def find_damaged(run: Run, named: list[str]) -> list[Damaged]:
     """Posteriors, predictions, metrics and recommendation that cannot be read to the last byte, with a warning for each.
 
     Args:
@@ -286,7 +286,7 @@ class Subject:
             return self.judgement.recommended
         if self.run.folder.recommended in self.left_out:
             return None
-        found = try_find(lambda: recommended(self.run))
+        found = try_find(lambda: open_recommendation(self.run))
         return None if isinstance(found, Missing) else found
 
     @cached_property

@@ -29,7 +29,7 @@ from bnncli.figures.pages import (
     strong,
 )
 from bnncli.likelihoods import has_exclusive_classes, read_recorded_name
-from bnncli.names import counted, percent
+from bnncli.names import count_noun, percent
 from bnncli.options.scoring import Quantity
 from bnncli.session.network_fit import find_misread_splits
 from bnncli.session.predictions import PredictionGroup
@@ -241,7 +241,7 @@ def _fit(judgement: Judgement) -> Markup:
 def _explain_doubt(judgement: Judgement, name: str) -> str:
     """Return why a posterior is not good, by its first doubt."""
     doubts = judgement.entries[name]["doubts"]
-    return doubts[0] + (f", {counted(len(doubts) - 1, 'more doubt')}" if len(doubts) > 1 else "")
+    return doubts[0] + (f", {count_noun(len(doubts) - 1, 'more doubt')}" if len(doubts) > 1 else "")
 
 
 def _calibration(subject: Subject) -> list[Markup]:
@@ -390,7 +390,7 @@ def _list_left_out(subject: Subject) -> list[Block]:
         [
             *told,
             Missing(
-                f"{counted(rest, 'more artifact')} {'is' if rest == 1 else 'are'} damaged.",
+                f"{count_noun(rest, 'more artifact')} {'is' if rest == 1 else 'are'} damaged.",
                 subject.run.suggest("status"),
             ),
         ]

@@ -27,7 +27,7 @@ from bnncli.commands.report.subject import (
     MOST_DRAWN,
     Subject,
     check_is_something_left,
-    damaged,
+    find_damaged,
     inputs,
     origins,
     try_find,
@@ -48,7 +48,7 @@ from bnncli.figures.pages import (
     strong,
 )
 from bnncli.figures.scores import ScoreIntervals
-from bnncli.names import counted
+from bnncli.names import count_noun
 from bnncli.session.run import Run
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def build_sections(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Se
     """
     many = len(runs) > 1
     subjects = [
-        Subject(run, options, f"c{place}-" if many else "", damaged(run, options.posterior))
+        Subject(run, options, f"c{place}-" if many else "", find_damaged(run, options.posterior))
         for place, run in enumerate(runs, start=1)
     ]
     for subject in subjects:
@@ -183,7 +183,7 @@ def describe_lowest(comparison: Comparison, num_checkpoints: int) -> str:
         return "No posterior has an NLL for every checkpoint."
     names = format_labels(comparison)
     best = [names[row] for row in known if comparison.is_marked(place, row)]
-    where = f"on {comparison.split}, over {counted(num_checkpoints, 'checkpoint')}"
+    where = f"on {comparison.split}, over {count_noun(num_checkpoints, 'checkpoint')}"
     if len(known) == 1:
         return f"{names[known[0]]} is the only posterior with predictions on {comparison.split} for every checkpoint."
     if len(best) == 1:
@@ -299,7 +299,7 @@ def _features(subject: Subject, split: str) -> Header | None:
 def build_page(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
     """Return the page, of at most MOST_BYTES. If it would be larger, leave out the least important sections and say so."""
     names = [run.checkpoint_path.name for run in runs]
-    what = join_names(names) if len(names) <= 3 else counted(len(names), "checkpoint")
+    what = join_names(names) if len(names) <= 3 else count_noun(len(names), "checkpoint")
     lead = f"bnncli {__version__}, results of {_find_newest(runs)}"
     made_by = "This file opens without a network connection. It holds aggregates, not the data, except for the inputs it shows."
 
@@ -363,5 +363,5 @@ def _titles(gone: Sequence[Section]) -> str:
     """Return the sections left out, some by title, as the subject of a sentence with its verb."""
     titles = [f"\N{LEFT DOUBLE QUOTATION MARK}{section.title}\N{RIGHT DOUBLE QUOTATION MARK}" for section in gone]
     rest = len(titles) - _MOST_TOLD
-    shown = titles[:_MOST_TOLD] + ([counted(rest, "more part")] if rest > 0 else [])
+    shown = titles[:_MOST_TOLD] + ([count_noun(rest, "more part")] if rest > 0 else [])
     return f"{join_names(shown)} {'is' if len(gone) == 1 else 'are'}"

@@ -189,7 +189,7 @@ def read_program(path: Path) -> ScriptGraph:
             if kind != "torchscript":
                 raise wrong_program_error("torchscript", kind)
             check_checksums(stream)
-            archive = _checked_archive(stream)
+            archive = _check_archive(stream)
             _check_loading_ends(archive)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -212,7 +212,7 @@ def read_program(path: Path) -> ScriptGraph:
             ) from error
 
 
-def _checked_archive(stream: IO[bytes]) -> io.BytesIO:
+def _check_archive(stream: IO[bytes]) -> io.BytesIO:
     """Check a program's source, and return its archive rewritten.
 
     Raises:
