@@ -183,7 +183,7 @@ _MARK_WINDOW = 1 << 20
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do: compute, skip or replace; `why` is for people, `header` is of the existing file."""
+    """Action to take: compute, skip or replace; `why` is for people, `header` is of the existing file."""
 
     action: str
     why: str = ""
@@ -339,7 +339,7 @@ def _changes(header: Header, algo_rev: int, sources: Sequence[Source], weights_d
 
 @dataclass(frozen=True)
 class Stale:
-    """Why an artifact is stale.
+    """Reason why an artifact is stale.
 
     Attributes:
         maker: an artifact whose command, with --force, recomputes the splits of the run; None for the artifact's own.

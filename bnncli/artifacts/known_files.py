@@ -37,18 +37,18 @@ def remember_checks() -> Iterator[None]:
 
 
 def state_of(found: os.stat_result) -> State:
-    """What changes when a file is changed or replaced."""
+    """Return a value that changes when the file is changed or replaced."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def is_checked(state: State) -> bool:
-    """Whether this command has checked the file in this state."""
+    """Return whether this command has checked the file in this state."""
     known = _CHECKED_FILES.get()
     return known is not None and state in known.checked
 
 
 def is_settled(state: State) -> bool:
-    """Whether every change from now on shows in the state."""
+    """Return whether every change from now on shows in the state."""
     changed = state[-1]
     return bool(changed % _SECOND_NS) and time.time_ns() - changed > STEP_NS
 

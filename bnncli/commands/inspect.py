@@ -145,7 +145,7 @@ _NOT_LINEAR = ("torchvision:squeezenet", "timm:volo")  # in what they do after t
 
 @dataclass
 class Finding:
-    """What inspect found at a path.
+    """Result of inspecting a path.
 
     Attributes:
         kind: kind in one or two words, stable for scripts.

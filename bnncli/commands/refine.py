@@ -771,7 +771,7 @@ FAR_LOG_WEIGHT_SD = 5.0
 
 
 def _helped_lines(metrics: dict[str, Any], advice: str) -> list[str]:
-    """Say that refinement came closer to the target. Call it help only where val does not prefer something simpler."""
+    """Describe how much closer refinement came to the target. Call it help only if val does not prefer something simpler."""
     gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
     is_far = spread > FAR_LOG_WEIGHT_SD
     small = f", but by less than {NEGLIGIBLE_NATS} nats" if gain < NEGLIGIBLE_NATS else ""

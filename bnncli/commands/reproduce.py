@@ -120,7 +120,7 @@ def execute(run: Run, options: ReproduceOptions) -> Result:
 
 
 def _list(places: Places, scale: str) -> Result:
-    """Say what each recipe is, how long it takes, and whether it can run; each missing file stands below, once."""
+    """List each recipe, how long it takes, and whether it can run; each missing file stands below, once."""
     from bnncli.papers.recipe import find_recipe, recipe_names
 
     entries = [_entry(find_recipe(name), places, scale) for name in recipe_names()]

@@ -47,7 +47,7 @@ def channels_axis(shape: tuple[int, ...]) -> int | None:
 
 
 class ImageCounts(NamedTuple):
-    """How many images were rotated to match their EXIF orientation, and how many have transparent pixels."""
+    """Number of images rotated to match their EXIF orientation, and of images with transparent pixels."""
 
     num_turned: int = 0
     num_transparent: int = 0

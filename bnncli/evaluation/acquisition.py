@@ -1,4 +1,4 @@
-"""Which examples of a pool to label next: scores of each, and BatchBALD (Kirsch et al. 2019)."""
+"""Scores that rank the examples of a pool for labelling, and BatchBALD (Kirsch et al. 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which predictive to recommend: the one verdict that auto, diagnose and report quote."""
+"""The rule that recommends a predictive, which auto, diagnose and report quote."""
 
 from __future__ import annotations
 
@@ -499,7 +499,7 @@ def recommendation_sentence(
 
 @dataclass(frozen=True)
 class DetectionResult:
-    """How well the default score separates val from an out-of-distribution split.
+    """Detection of an out-of-distribution split by the default score.
 
     Attributes:
         auroc, low, high: AUROC with its central 95% interval; None if unknown.

@@ -153,7 +153,7 @@ class Commands:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which posterior to use.
+    """Posterior to use, and why.
 
     Args:
         sentence: for people.

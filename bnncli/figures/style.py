@@ -107,7 +107,7 @@ class FigureContent(Protocol):
 
     @property
     def description(self) -> str:
-        """What the figure shows and how to read it, also for screen readers."""
+        """Return a description of the figure and how to read it, also for screen readers."""
 
     @property
     def numbers(self) -> FigureNumbers:

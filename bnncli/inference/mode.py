@@ -671,7 +671,7 @@ def _search_uphill(
 
 
 class _Ended(NamedTuple):
-    """How the Newton steps ended: their number, the last decrement, and why the tolerance was missed, or None."""
+    """End of the Newton steps: their number, the last decrement, and why the tolerance was missed, or None."""
 
     num_steps: int
     decrement: float

@@ -371,7 +371,7 @@ class SearchedPrecisions(Protocol[Fit]):
 
     @property
     def own_log_precision(self) -> float:
-        """Where to begin."""
+        """Return the log precision to begin at."""
 
     @property
     def best(self) -> float:

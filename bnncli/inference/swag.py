@@ -41,7 +41,7 @@ LEAST_SHARE = 1e-10
 
 @dataclass(frozen=True)
 class SwagPlan:
-    """How iterates are computed, and which are used.
+    """Plan of the iterates.
 
     Args:
         warmup: epochs before the first used iterate.

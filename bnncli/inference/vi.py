@@ -206,7 +206,7 @@ class ViFit:
         gaussian: q, with diagonal covariance.
         history: (E,), mean objective estimate of each epoch, nats.
         is_early: whether it stopped early because the objective plateaued.
-        doubt: why more epochs may help, as in Course.doubt (a `shortfall` is more reliable); else None.
+        doubt: why more epochs may help, as in LearningRateSchedule.doubt (a `shortfall` is more reliable); else None.
     """
 
     gaussian: Gaussian
@@ -248,7 +248,7 @@ def fit_vi(
 
 @dataclass(frozen=True)
 class Shortfall:
-    """How far an objective is below its maximum.
+    """Distance of an objective from its maximum.
 
     Args:
         value: nats, by a quadratic model at the end; unbiased under the model, so possibly negative.

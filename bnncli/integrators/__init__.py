@@ -31,7 +31,7 @@ _FEWEST_EXAMPLES = 64  # one by one, texts take three times as long (a BERT of s
 
 
 class HasLayout(Protocol):
-    """What every posterior over theta has; capabilities come on top."""
+    """A posterior over theta; capabilities come on top."""
 
     @property
     def layout(self) -> ClassifierLayout:

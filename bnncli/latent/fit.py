@@ -443,7 +443,7 @@ def _normal_like(like: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to fit.
+    """Settings of a fit.
 
     Args:
         epochs: passes over the data.

@@ -28,7 +28,7 @@ _FAMILY = "models"
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What the user specifies about a model besides its place.
+    """The user's request for a model, besides its place.
 
     Attributes:
         arguments: as typed, by name.
@@ -124,7 +124,7 @@ def open_model(spec: str, asked: ModelRequest) -> SavedModel:
 
 
 class Place(NamedTuple):
-    """Where a tensor passes: into a module (its argument by position or name) or out of it (slot None), at its call so and so."""
+    """Place that a tensor passes: into a module (its argument by position or name) or out of it (slot None), at a given call."""
 
     module: str
     slot: int | str | None

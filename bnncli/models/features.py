@@ -42,7 +42,7 @@ AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # names of dtypes of torch
 
 
 class PrecisionLoss(NamedTuple):
-    """How lower precision changes the logits of some examples, relative to float32.
+    """Change of the logits of some examples under lower precision, relative to float32.
 
     Attributes:
         num_rows: number of examples compared.
@@ -330,7 +330,7 @@ _MUCH_OF_8_BITS = 0.1  # quantised networks may scale by the largest value of a 
 
 
 class _Cause(NamedTuple):
-    """Why features are random or depend on the batch, and what to do."""
+    """Cause of features that are random or depend on the batch, and what to do."""
 
     text: str
     hint: str

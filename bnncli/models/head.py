@@ -102,7 +102,7 @@ def _log_odds(probabilities: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Link:
-    """What a network applies to logits (..., K), and the scale on which its output is compared with ours."""
+    """Function that a network applies to logits (..., K), and the scale on which its output is compared with ours."""
 
     returns: str
     apply: Callable[[Tensor], Tensor]
@@ -119,7 +119,7 @@ LINKS: Mapping[str, Link] = {
 
 @dataclass(frozen=True)
 class Tap:
-    """Where features pass: a place at a module, or an operation number (`tap_number`) if no module has them."""
+    """Place at a module where features pass, or an operation number (`tap_number`) if no module has them."""
 
     at: Place | int
     axis: int  # of the features
@@ -127,7 +127,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How to obtain features and logits.
+    """Form of a head: how to obtain features and logits.
 
     Attributes:
         taps: their features are concatenated; without any, the features are the output itself.

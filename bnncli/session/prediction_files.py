@@ -41,7 +41,7 @@ PROBS, LOGITS = "probs", "logits"
 
 
 class PredictionClaims(NamedTuple):
-    """What the user states about predictions.
+    """The user's statements about predictions.
 
     Args:
         holds: PROBS or LOGITS; None to detect it.

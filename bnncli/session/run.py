@@ -197,7 +197,7 @@ class Result:
 
 
 class Voice(Progress, Protocol):
-    """Where a run sends messages: a command's console, or a listener in Python.
+    """Receiver of a run's messages: a command's console, or a listener in Python.
 
     Attributes:
         options: verbosity of a command.

@@ -104,7 +104,7 @@ def num_varying(covariance: Covariance) -> int:
 
 
 class StructuredCovariance(Covariance, Protocol):
-    """What a file of this folder adds: constructors from stored tensors and, if a curvature matches, from a Hessian."""
+    """Covariance of a structure, with constructors from stored tensors and, if it has a curvature, from a Hessian."""
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Self:
@@ -140,7 +140,7 @@ class Operations(NamedTuple):
 
 
 class LastLayerCurvature(Curvature, Protocol):
-    """What a file of this folder adds: its cost, and its rank among the structures."""
+    """A structure's H of a last layer, with its cost and its rank among the structures."""
 
     order: ClassVar[int]
     """Sort key, from the structure that captures most of the posterior (lowest) to the least."""
@@ -192,7 +192,7 @@ def structure_of(hessian: dict[str, Tensor]) -> str:
 
 
 class NetworkCurvature(Curvature, Protocol):
-    """What a file of this folder adds: its rank among the structures, and its cost."""
+    """A structure's H of a network, with its rank among the structures and its cost."""
 
     order: ClassVar[int]
     """Sort key, from the structure that captures most of the posterior (lowest) to the least."""

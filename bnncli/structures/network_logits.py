@@ -134,7 +134,7 @@ def _build_roots(
 
 
 class _Parts(NamedTuple):
-    """How the Jacobian is computed.
+    """Parts of the Jacobian, each computed in its own way.
 
     Args:
         known: pieces of modules that use the recorded inputs and gradients.

@@ -1,4 +1,4 @@
-"""Which second derivatives of a network's log posterior a fit uses, and how many of them the structures keep."""
+"""The kind of second derivatives that a fit of a network uses, and how many of them the structures keep."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other la
 
 
 def structures_of(*, is_last_layer: bool) -> list[str]:
-    """Those of the last layer, or of other layers, from the one that says most of the posterior to the least."""
+    """Return the structures of the last layer, or of other layers, the one closest to the posterior first."""
     return registry.in_order(_FAMILIES[not is_last_layer])
 
 
 def kinds_of(structure: str) -> tuple[str, ...]:
-    """The kinds of curvature that a structure of a whole network is made of: the first alone where its file names none."""
+    """Return the kinds of curvature that a structure of a network supports; GGN alone if its file names none."""
     if registry.declaration_of("network_curvature", structure, "kinds") is None:
         return (GGN,)
     found: tuple[str, ...] = registry.read_declared("network_curvature", structure, "kinds")

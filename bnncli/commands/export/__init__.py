@@ -293,7 +293,7 @@ def _request(
 
 
 def _estimated_bytes(options: ExportOptions, header: Header, choice: IntegratorChoice, split: Split) -> int:
-    """Of the head's tensors and, where it is in the file, of the checkpoint."""
+    """Estimate the bytes of the head's tensors and, if it goes into the file, of the checkpoint."""
     layout = split.layout
     size = 4 * layout.num_params * 2
     if choice.integrator.is_sampling:

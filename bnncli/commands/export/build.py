@@ -100,7 +100,7 @@ def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -
 
 
 def _explain_refusal(decision: DecisionFile, score: str) -> str | None:
-    """Why a file cannot have what a rule decides by; None where it can."""
+    """Return why a file cannot have what a rule decides by; None if it can."""
     rule = decision.rule
     if isinstance(rule, SetRule):
         return (
@@ -186,7 +186,7 @@ BATCH = 256
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What goes into a file.
+    """Inputs that a file takes.
 
     Attributes:
         name: of the input, where it has no name of its own. rows: (n,) of the split, those that are checked.
@@ -304,14 +304,14 @@ def _check_padding(split: InputSplit) -> None:
 
 
 def _is_inside(split: InputSplit) -> bool:
-    """Whether stored inputs can go in: arrays that no image library has to decode or resize."""
+    """Return whether stored inputs can go in: arrays that no image library has to decode or resize."""
     done, is_sized = split.preprocess, split.dataset.is_sized
     is_plain = done.transform is None and split.shift is None and split.items == "arrays"
     return is_plain and (is_sized or (done.resize is None and done.crop is None)) and not _is_named(split)
 
 
 def _is_named(split: InputSplit) -> bool:
-    """Whether an example is several arrays by name."""
+    """Return whether an example is several arrays by name."""
     dataset: Any = getattr(split.dataset, "opened", split.dataset)
     return isinstance(dataset.read(split.rows[:1])[0], Mapping)
 
@@ -325,7 +325,7 @@ def _format_inside(done: Preprocess) -> str:
 
 @dataclass(frozen=True)
 class _Model:
-    """What is written: the head's steps and tensors, alone or behind the network.
+    """Steps and tensors to write: the head's, alone or behind the network.
 
     Attributes:
         rule: whose prediction sets come out; None for none.
@@ -395,7 +395,7 @@ def _export_module(
 
 @dataclass(frozen=True)
 class ExpectedOutputs:
-    """What predict and its thinned draws give for the rows that are checked, and how many draws there are of both."""
+    """Outputs of predict for the rows to check, from all draws and from those that are kept."""
 
     whole: Prediction
     stored: Prediction
@@ -406,7 +406,7 @@ class ExpectedOutputs:
 def compute_expected_outputs(
     run: Run, predictor: Predictor, choice: IntegratorChoice, features: Tensor, ready: Ready, kept: Ready
 ) -> ExpectedOutputs:
-    """What predict gives for features (n, D), and what it gives by the draws that are kept alone."""
+    """Return what predict gives for features (n, D), from all draws and from those that are kept."""
     whole = predictor.predict(choice, features).prediction
     if kept is ready:
         return ExpectedOutputs(whole, whole, ready.num_draws, ready.num_draws)
@@ -432,7 +432,7 @@ def wrap_eager(module: nn.Module) -> Callable[[Inputs], Values]:
 
 
 def compute_outputs(run: Run, model: Callable[[Inputs], Values], goes_in: ModelInputs, name: str) -> Values:
-    """What the file gives for all rows that are checked."""
+    """Return the file's outputs for all rows to check."""
     task = run.console.task(f"check in {name}", len(goes_in.rows))
     found: dict[str, list[Tensor]] = {}
     for inputs in goes_in.batches():
@@ -451,7 +451,7 @@ def check_parity(
     expected: Prediction,
     combined: Tensor | None,
 ) -> dict[str, Any]:
-    """How far outputs are from those of predict. Raises NumericError where probabilities are too far.
+    """Return how far outputs are from those of predict. Raises NumericError where probabilities are too far.
 
     Args:
         combined: (n,) of the rows, where it is the score; its sign is turned in the file.
@@ -495,7 +495,7 @@ def _compute_combined_score(options: ExportOptions, predictor: Predictor, featur
 def measure_losses(
     split: Split, rows: np.ndarray, expected: ExpectedOutputs, own: Values, rule: SetRule | None
 ) -> dict[str, Any]:
-    """What fewer draws cost: how many there are, NLL where there are labels, and how often sets are the same."""
+    """Measure what fewer draws cost: their number, the NLL if there are labels, and how often sets are the same."""
     labels = None if split.content.labels is None else split.content.labels[rows]
     num_draws = {"stored": expected.num_stored, "predict": expected.num_whole}
     found: dict[str, Any] = {
@@ -513,7 +513,7 @@ def _compare_losses(whole: Prediction, probs: Tensor, labels: Any) -> dict[str, 
 
 
 def measure_agreement(rule: SetRule, probs: Tensor, sets: Tensor) -> dict[str, Any]:
-    """Of the rows that were checked: the share whose set is the rule's of the probabilities of predict, and mean sizes of both."""
+    """Return the share of checked rows whose set equals the rule's for the probabilities of predict, and mean sizes of both."""
     expected = rule.sets(probs.numpy())
     return {
         "same": float((expected == sets.numpy()).all(axis=1).mean()),
@@ -547,7 +547,7 @@ MEANINGS = {
 
 
 def _describe_file(options: ExportOptions, split: Split, model: _Model, own: Values) -> dict[str, Any]:
-    """What goes in, what comes out and by which steps, and from where on ood_score is unusual."""
+    """Describe the inputs, outputs and steps of the file, and the threshold from which ood_score is unusual."""
     goes_in = model.goes_in.described(model.goes_in.first(2))
     return {
         **({"input": goes_in[0]} if len(goes_in) == 1 else {"inputs": goes_in}),
@@ -643,7 +643,7 @@ def write(
 
 
 def code_path(target: Path) -> Path:
-    """Where the module that reads a file of tensors lies: beside it."""
+    """Return the path of the module that reads a file of tensors: beside it."""
     return target.with_suffix(".py")
 
 
@@ -696,7 +696,7 @@ def _format_values(values: Mapping[str, float]) -> str:
 
 
 def _loss(metrics: Mapping[str, Any]) -> str:
-    """What fewer draws lose, where there are labels."""
+    """Return what fewer draws lose, if there are labels."""
     nll = metrics["nll"]
     return "" if nll is None else f"; NLL {nll['export']:.4f}, {nll['predict']:.4f} with all ({nll['loss']:+.4f})"
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def suggest_own_model(run: Run, options: ExtractFeaturesOptions) -> Iterator[None]:
-    """Where CKPT is a complete model instead of weights, replace an error's hint by the command that runs the model."""
+    """Replace an error's hint by the command that runs the model, if CKPT is a complete model instead of weights."""
     try:
         yield
     except BnnError as error:

@@ -1,4 +1,4 @@
-"""What fits of a last layer and of a network share: warnings, metrics and the summary."""
+"""Warnings, metrics and the summary that fits of a last layer and of a network share."""
 
 from __future__ import annotations
 

@@ -449,7 +449,7 @@ _COMES_LAST = (
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What exists for one checkpoint when the lines of a step are planned.
+    """Artifacts that exist for one checkpoint when the lines of a step are planned.
 
     Args:
         referred: names of the steps that any step refers to, whose posteriors must have known names.

@@ -39,7 +39,7 @@ DONE, UP_TO_DATE, FAILED, SKIPPED = "done", "up_to_date", "failed", "skipped"
 
 @dataclass(frozen=True)
 class LineEnd:
-    """How a line ended.
+    """End of a line.
 
     Args:
         state: done, up_to_date, failed or skipped.
@@ -61,7 +61,7 @@ class LineEnd:
 
     @property
     def is_good(self) -> bool:
-        """Whether lines that wait for it may begin."""
+        """Return whether lines that wait for it may begin."""
         return self.state in (DONE, UP_TO_DATE)
 
 
@@ -74,7 +74,7 @@ def _read_end(entry: dict[str, Any]) -> LineEnd:
 
 @dataclass(frozen=True)
 class Observation:
-    """What there was to see at one time.
+    """State of the files that a line depends on, at one time.
 
     Args:
         artifacts: digests of the contents of those of the run, by their paths.
@@ -85,7 +85,7 @@ class Observation:
     settings: Mapping[str, object]
 
     def digest(self, *, apart_from: Collection[Path]) -> str:
-        """Of all that is there but some artifacts: of lines beside it, for which it does not wait, so that these are chance."""
+        """Return the digest of all that is there except the artifacts of lines that it does not wait for."""
         others = {path.resolve() for path in apart_from}
         found = {str(path): text for path, text in self.artifacts.items() if path.resolve() not in others}
         return json_sha256({"artifacts": found, **self.settings})
@@ -126,11 +126,11 @@ class Journal:
 
     @property
     def logs(self) -> Path:
-        """Where logs and documents of the lines lie."""
+        """Return the folder of logs and documents of the lines."""
         return self.folder / "logs"
 
     def log(self, job: Job) -> Path:
-        """What the line has said, of all times that it ran."""
+        """Return the path of the log of a line, from all times that it ran."""
         return self.logs / f"{job.stem}.log"
 
     def document(self, job: Job) -> Path:
@@ -150,7 +150,7 @@ class Journal:
         )
 
     def beside(self, job: Job, jobs: list[Job]) -> set[Path]:
-        """What the other lines of a grid have left but those for which this one waits, itself or through others."""
+        """Return the artifacts of the lines for which this one does not wait, directly or through others."""
         waited, ahead = {job.number}, [job]
         while ahead:
             more = set(ahead.pop().after) - waited
@@ -170,7 +170,7 @@ class Journal:
             self._publish()
 
     def done(self, job: Job, jobs: list[Job], seen: Observation | None) -> LineEnd | None:
-        """How a line that makes no artifact has ended well, with the same to see as now and what it wrote still there; else None."""
+        """Return the end of a line that makes no artifact, if it ended well with the same inputs and its outputs are there; else None."""
         known = self.known.get(job.key)
         if known is None or not known.is_good or seen is None or known.seen is None:
             return None
@@ -217,7 +217,7 @@ class Running:
         return cls(job, journal, process, time.monotonic())
 
     def ended(self) -> LineEnd | None:
-        """How it ended; None while it runs. Raises ReadError where what it has said cannot be read."""
+        """Return its end; None while it runs. Raises ReadError if its log cannot be read."""
         code = self.process.poll()
         if code is None:
             return None
@@ -238,7 +238,7 @@ class Running:
             return {}
 
     def _why(self, told: dict[str, Any], code: int) -> str:
-        """Why it failed, in one line, and what to do."""
+        """Return why it failed, in one line, and what to do."""
         error = told.get("error")
         if isinstance(error, dict) and error.get("message"):
             return printable(str(error["message"]) + BnnError("", hint=error.get("hint")).advice)
@@ -272,7 +272,7 @@ class Schedule:
     seen: dict[int, Observation] = field(default_factory=dict)
 
     def work(self) -> Mapping[int, LineEnd]:
-        """How each job ended, by its number.
+        """Run all jobs and return the end of each, by its number.
 
         Raises:
             Interrupted: a signal has come; what ran has been ended, and goes on when the grid is run again.
@@ -363,7 +363,7 @@ class Schedule:
 
 
 def read_seen(job: Job, config: str | None) -> Observation | None:
-    """What a line that makes no artifact can see: the artifacts of its run by their contents, and what sets options.
+    """Return the state for a line that makes no artifact: the artifacts of its run by their contents, and what sets options.
 
     None for a line that makes artifacts, which tells itself whether they are up to date; and where it is not known which run it sees.
 
@@ -438,7 +438,7 @@ _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: a process 
 
 
 def die_with(parent: int) -> None:
-    """What a new process does first: it will be told to stop when the process that began it is gone, however that went."""
+    """Make a new process stop when the process that began it is gone, however that went."""
     if _PRCTL is not None:  # Linux; elsewhere a grid that is killed leaves its lines to end by themselves
         _PRCTL(_SET_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != parent:  # gone before it could be asked for
@@ -493,7 +493,7 @@ def check_apart(grid: GridFile, jobs: list[Job]) -> None:
 
 
 def find_run_folder(job: Job) -> Path:
-    """Where the job's run lies, as far as its line says."""
+    """Return the folder of the job's run, as far as its line says."""
     return Path(os.path.abspath(RunFolder.of(Path(job.checkpoint), job.given.get("run_dir"), is_name=True).root))
 
 
@@ -507,7 +507,7 @@ _CHOOSING = {
 
 
 def _results(job: Job) -> Iterator[tuple[tuple[object, ...], str]]:
-    """What tells the job's results from others', and what they are called."""
+    """Return what tells the job's results from others', and their names."""
     command = job.step.command
     if "name" in job.given or (job.step.takes_name and "out" not in job.given):
         name = job.given.get("name", job.name)
@@ -517,12 +517,12 @@ def _results(job: Job) -> Iterator[tuple[tuple[object, ...], str]]:
 
 
 def _is_same(job: Job, other: Job) -> bool:
-    """Whether two unnamed results of one place are the same, as their lines differ in nothing that changes numbers."""
+    """Return whether two unnamed results of one place are the same, because their lines differ in nothing that changes numbers."""
     return not job.step.takes_name and not _list_differences(job, other)
 
 
 def _describe_clash(job: Job, other: Job, name: str) -> str:
-    """What two lines would both write, and what helps."""
+    """Describe what two lines would both write, and what helps."""
     if name and job.step is other.step:
         return f"two of its lines create {name!r}: drop a value, or put it in a step with another name"
     if name:

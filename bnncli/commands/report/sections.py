@@ -632,7 +632,7 @@ def _find_worst_parameter(statistics: RankStatistics) -> int:
 
 
 def _describe_draws(header: Header) -> str:
-    """Say how many draws there are, and how they agree on what decides."""
+    """Describe how many draws there are, and how they agree on what decides."""
     with convert_lookup_errors(header.path):
         return f"{format_deciding_diagnostic(header.meta['metrics'])}."
 

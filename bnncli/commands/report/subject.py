@@ -1,4 +1,4 @@
-"""What a report is about: the intact artifacts of a checkpoint, where they come from, and the most and least certain inputs."""
+"""The subject of a report: the intact artifacts of a checkpoint, their origin, and the most and least certain inputs."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Subject:
 
     @property
     def of(self) -> str:
-        """What tells tables from those of other checkpoints on one page."""
+        """Return what tells tables from those of other checkpoints on one page."""
         return f" of {self.name}" if self.key else ""
 
     def check_named(self) -> None:
@@ -202,7 +202,7 @@ class Subject:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """Of the posteriors that were asked for, by name; those that cannot be read are left out."""
+        """Return headers of the requested posteriors, by name; omits those that cannot be read."""
         named, found = {name.partition(".")[0] for name in self.options.posterior}, {}
         for path in self.run.folder.posteriors():
             if path in self.left_out:
@@ -246,7 +246,7 @@ class Subject:
 
     @cached_property
     def titles(self) -> dict[str, str]:
-        """What figures call each group of predictions: the posterior, and the integrator where it has several."""
+        """Return the name of each group of predictions in figures: the posterior, and the integrator if it has several."""
         assert not isinstance(self.groups, Missing)
         times = Counter(group.posterior for group in self.groups)
         plain = {group.name: posterior_title(group.posterior, group.variant, group.name) for group in self.groups}
@@ -270,7 +270,7 @@ class Subject:
 
     @cached_property
     def judgement(self) -> Judgement | Missing:
-        """What diagnose finds, or why it cannot."""
+        """Return what diagnose finds, or why it cannot."""
         named = list(self.headers) if self.options.posterior else []
         if self.options.posterior and not named:
             return Missing(
@@ -281,7 +281,7 @@ class Subject:
 
     @cached_property
     def recommended(self) -> RecommendedPredictor | None:
-        """What to predict with, as diagnose has it: what auto recommends, else by the same rule; None where that is unknown."""
+        """Return the predictor that auto recommends, else the one by the same rule; None if that is unknown."""
         if not isinstance(self.judgement, Missing):
             return self.judgement.recommended
         if self.run.folder.recommended in self.left_out:
@@ -291,7 +291,7 @@ class Subject:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]] | Missing:
-        """What evaluate knows of the split, a row for each group, in the order of the groups."""
+        """Return a row of scores for each group, in the order of the groups."""
         found = try_find(lambda: metrics_of(self.run, posterior=None, split=self.split))
         if isinstance(found, Missing) or isinstance(self.groups, Missing):
             return found
@@ -621,7 +621,7 @@ def shorten_text(item: Any) -> str | None:
 
 
 def _network(subject: Subject) -> str:
-    """Which network the run is of, in a sentence."""
+    """Describe the network of the run in a sentence."""
     headers = [
         try_find(partial(read_header, subject.run.folder.features(name))) for name in subject.run.folder.splits()
     ]
@@ -643,7 +643,7 @@ Found = TypeVar("Found")
 
 
 def try_find(find: Callable[[], Found]) -> Found | Missing:
-    """What is found, or as something missing what is wrong with the artifacts that it is found in.
+    """Return what is found, or the error of a damaged artifact as something missing.
 
     Raises:
         BnnError: what is no fault of the artifacts: a device, a disk, an interrupt. Of what has no room in memory the rest can be shown.

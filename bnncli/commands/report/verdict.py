@@ -217,7 +217,7 @@ _MOST_NAMED = 12  # posteriors that are good, or files that are damaged
 
 
 def _fit(judgement: Judgement) -> Markup:
-    """Say which posteriors are good for their target and which are not."""
+    """Describe which posteriors are good for their target and which are not."""
     good = [name for name, entry in judgement.entries.items() if entry["is_good"]]
     bad = [name for name, entry in judgement.entries.items() if entry["is_good"] is False]
     parts = []
@@ -245,7 +245,7 @@ def _explain_doubt(judgement: Judgement, name: str) -> str:
 
 
 def _calibration(subject: Subject) -> list[Markup]:
-    """Say how far to trust the confidences of the posterior in focus and of the network."""
+    """Describe how far to trust the confidences of the posterior in focus and of the network."""
     found = [
         (subject.titles[group.name], score_metric(subject, group, Quantity("ece")))
         for group in _list_focus_groups(subject)
@@ -260,7 +260,7 @@ _CHANCE = 0.05  # of saying of any that are calibrated that they are not
 
 
 def describe_calibration(split: str, known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Say how far confidences are off, and for which predictions that is more than chance (Holm over all).
+    """Describe how far confidences are off, and for which predictions that is more than chance (Holm over all).
 
     Args:
         known: title of each to its calibration error from evaluate.
@@ -282,7 +282,7 @@ def describe_calibration(split: str, known: Sequence[tuple[str, Mapping[str, Any
 
 
 def _outside(subject: Subject) -> list[Markup]:
-    """Say how well outliers are detected. A score of the features is the same for all posteriors."""
+    """Describe how well outliers are detected. A score of the features is the same for all posteriors."""
     score, focus = subject.shown.curve_score, subject.focus
     groups = [focus] if score == DEFAULT_SCORE and focus is not None else _list_focus_groups(subject)
     sentences = []
@@ -344,7 +344,7 @@ _KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "sam
 
 
 def _headline(judgement: Judgement | Missing, recommended: RecommendedPredictor | None, beside: Beside | None) -> str:
-    """Say what to do, and what it gains and costs, in one or two sentences."""
+    """Return what to do, and what it gains and costs, in one or two sentences."""
     if recommended is None:
         if isinstance(judgement, Missing):
             return "There is no verdict on the posteriors of this run."

@@ -152,7 +152,7 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
 
 
 def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
-    """Say which posteriors are best over all checkpoints, and which diagnose recommends for each."""
+    """Describe which posteriors are best over all checkpoints, and which diagnose recommends for each."""
     first = describe_lowest(comparison, len(subjects))
     used: dict[str, list[str]] = {}
     predicting: dict[str, list[str]] = {}
@@ -175,7 +175,7 @@ _MOST_NAMED = 12  # checkpoints
 
 
 def describe_lowest(comparison: Comparison, num_checkpoints: int) -> str:
-    """Say which posteriors have the lowest NLL, as far as tests can tell."""
+    """Describe which posteriors have the lowest NLL, as far as tests can tell."""
     place = next((place for place, one in enumerate(comparison.columns) if one.row["name"] == "nll"), None)
     samples = [] if place is None else [entry.samples for entry in comparison.columns[place].entries]
     known = [row for row, sample in enumerate(samples) if sample is not None]
@@ -200,7 +200,7 @@ def _list_by_name(found: Mapping[str, list[str]]) -> str:
 
 
 def describe_differences(subjects: Sequence[Subject], posteriors: Sequence[str], split: str) -> str:
-    """Say what makes the numbers of different checkpoints differ, in a sentence or two.
+    """Describe what makes the numbers of different checkpoints differ, in a sentence or two.
 
     Args:
         posteriors: names of the posteriors compared.
