@@ -578,7 +578,7 @@ _TRAINED = {"vi": _vi, "swag": _swag}
 
 
 def _gaussian(meta: dict[str, Any]) -> GaussianRefit | TrainedRefit:
-    """Check a Gaussian's header."""
+    """Return the refit of a Gaussian with this header."""
     if meta["method"] in _TRAINED:
         return TrainedRefit(_TRAINED[meta["method"]](meta["metrics"]))
     return GaussianRefit(str(meta.get("structure", "full")))
