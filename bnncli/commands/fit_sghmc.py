@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from bnncli import __version__
 from bnncli.artifacts.resume import DrawFile
@@ -47,6 +47,7 @@ from bnncli.session.fits import (
     suggest_default_learning_rate,
 )
 from bnncli.session.inputs import open_posterior
+from bnncli.session.metrics import SghmcMetrics
 from bnncli.session.produce import ResumableDraws, prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines
@@ -289,7 +290,7 @@ class SghmcSampling(Method):
         """Run the chains and judge them."""
         return sample_chains(fitting, self.options)
 
-    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+    def summarize(self, metrics: SghmcMetrics) -> list[str]:
         """Return the summary for people."""
         return format_summary(metrics)
 
@@ -324,7 +325,7 @@ def sample_chains(fitting: Fitting, options: FitSghmcOptions) -> FitOutput:
     metrics = _metrics(fitting, options, drawn, chosen.plan) | told
     passes = chosen.plan.epochs * options.chains + chosen.passes
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
-    for text in list_warnings(metrics):
+    for text in list_warnings(cast(SghmcMetrics, metrics)):
         run.console.warn(text)
     if fitting.val is not None:
         posterior = Samples(drawn.draws, target.layout).to(run.device)
@@ -460,7 +461,7 @@ def _drop_unknown_sizes(judged: Convergence, num_draws: int) -> Convergence:
 LARGE = 0.5  # relative excess of the variance that is worth a warning
 
 
-def list_warnings(metrics: dict[str, Any]) -> list[str]:
+def list_warnings(metrics: SghmcMetrics) -> list[str]:
     """Return the reasons to distrust the draws."""
     found = []
     r_hat = deciding_numbers(metrics).r_hat
@@ -478,7 +479,7 @@ def list_warnings(metrics: dict[str, Any]) -> list[str]:
     return found
 
 
-def _advise_shorter_steps(metrics: dict[str, Any]) -> str:
+def _advise_shorter_steps(metrics: SghmcMetrics) -> str:
     """Return advice for shorter steps."""
     if metrics["learning_rate_by"] == "given":
         return LEAVE_OUT
@@ -514,7 +515,7 @@ def _write(
     )
 
 
-def format_summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: SghmcMetrics) -> list[str]:
     """Return the summary for people."""
     lines = [format_deciding_diagnostic(metrics), *format_other_diagnostics(metrics)]
     starts = "the same weights" if metrics["start"] == "checkpoint" else "separate initialisations"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from bnncli.errors import DataError, UsageError
 from bnncli.inference.network_memory import StochasticFitPlan
@@ -28,6 +28,7 @@ from bnncli.session.fits import (
     run_fit,
     suggest_default_learning_rate,
 )
+from bnncli.session.metrics import SwagMetrics
 from bnncli.session.produce import prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines
@@ -167,7 +168,7 @@ class SwagRun(Method):
         """Fit the Gaussian and measure it."""
         return fit_gaussian(fitting, self.options)
 
-    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+    def summarize(self, metrics: SwagMetrics) -> list[str]:
         """Return the summary for people."""
         return format_summary(metrics)
 
@@ -190,7 +191,7 @@ def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> FitOutput:
     metrics = _metrics(fitting, plan, found, start) | told
     passes += plan.warmup + plan.epochs
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
-    for text in list_warnings(metrics):
+    for text in list_warnings(cast(SwagMetrics, metrics)):
         run.console.warn(text)
     if fitting.val is not None:
         metrics |= measure_on_val(run, found.gaussian, fitting.val, method="swag")
@@ -264,7 +265,7 @@ def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tens
 TOO_NARROW = 1e-6
 
 
-def list_warnings(metrics: dict[str, Any]) -> list[str]:
+def list_warnings(metrics: SwagMetrics) -> list[str]:
     """Return the reasons to distrust the spread."""
     found, rate = [], f"{metrics['learning_rate']:.3g}"
     slower = LEAVE_OUT if metrics["learning_rate_by"] == "given" else f"use a --learning-rate below {rate}"
@@ -284,7 +285,7 @@ def list_warnings(metrics: dict[str, Any]) -> list[str]:
     return found
 
 
-def format_summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: SwagMetrics) -> list[str]:
     """Return the summary for people."""
     how = {
         "given": "as given",

@@ -21,6 +21,7 @@ from bnncli.parameters.prior import initial_theta
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
 from bnncli.session.fits import FitOutput, Fitting, Method, compare_with_base, open_inputs, require_steps, run_fit
+from bnncli.session.metrics import ViMetrics
 from bnncli.session.produce import prepare_resumable_training
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines
@@ -203,7 +204,7 @@ class VariationalFit(Method):
         """Fit the Gaussian and measure it."""
         return fit_gaussian(fitting, self.options)
 
-    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+    def summarize(self, metrics: ViMetrics) -> list[str]:
         """Return the summary for people."""
         return format_summary(metrics)
 
@@ -308,7 +309,7 @@ def _measure_shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[di
     return {"value": left.value, "standard_error": left.standard_error, "is_large": is_large}, doubt
 
 
-def format_summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: ViMetrics) -> list[str]:
     """Return the summary for people."""
     elbo = metrics["elbo"]
     lines = [

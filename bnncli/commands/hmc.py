@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from bnncli import __version__, registry
 from bnncli.artifacts.resume import DrawFile
@@ -57,6 +57,7 @@ from bnncli.session.chains import (
 from bnncli.session.costs import Cost
 from bnncli.session.fits import Base, FitOutput, Fitting, Method, Report, open_inputs, run_fit
 from bnncli.session.inputs import Split, open_posterior
+from bnncli.session.metrics import HmcMetrics
 from bnncli.session.out_of_fold import fit_on_meta
 from bnncli.session.prior_choice import (
     prior_line,
@@ -282,7 +283,7 @@ class Hmc(Method):
         space = replace(space, passes=space.passes + search.get("prior_precision_search_passes", 0))
         return Sampling(run, options, fitting.request, prior, space, search).fit()
 
-    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+    def summarize(self, metrics: HmcMetrics) -> list[str]:
         """Return the summary for people."""
         return format_summary(metrics)
 
@@ -534,7 +535,7 @@ class Sampling:
         if drawn.num_gradients is not None:
             passes = options.chains * drawn.num_gradients + space.passes
             metrics |= Cost.of_fit(passes, is_last_layer=space.train.is_last_layer).to_metrics()
-        for text in hmc_warnings(metrics):
+        for text in hmc_warnings(cast(HmcMetrics, metrics)):
             run.console.warn(text)
         if space.val is not None:
             step = math.ceil(drawn.draws.numel() / _MOST_PREDICTING)
@@ -672,7 +673,7 @@ def hmc_metrics(
     }
 
 
-def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
+def hmc_warnings(metrics: HmcMetrics) -> list[str]:
     """Return the reasons to distrust the draws."""
     found = []
     r_hat = deciding_numbers(metrics).r_hat
@@ -723,7 +724,7 @@ def sample_file(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
     )
 
 
-def format_summary(metrics: dict[str, Any]) -> list[str]:
+def format_summary(metrics: HmcMetrics) -> list[str]:
     """Return the summary for people."""
     lines = [*prior_line(metrics), format_deciding_diagnostic(metrics)]
     if metrics.get("stopped_by") is not None:
@@ -745,7 +746,7 @@ def format_summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def find_failure(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
+def find_failure(metrics: HmcMetrics, options: HmcOptions) -> CheckFailed | None:
     """Return the failure where --until or --max-rhat is not met. An undefined value meets neither."""
     decided = deciding_numbers(metrics)
     values = condition_values(decided)
@@ -776,7 +777,7 @@ def _format_value(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.4f}" if value < 10 else f"{value:.0f}"
 
 
-def _suggest_remedy(metrics: dict[str, Any]) -> str:
+def _suggest_remedy(metrics: HmcMetrics) -> str:
     if metrics["chains"] == 1:
         return "use more --chains"
     if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from bnncli.session.inputs import (
     posterior_source,
     read_recorded_prior,
 )
+from bnncli.session.metrics import HmcMetrics
 from bnncli.session.network_splits import NetworkReader, network_sources
 from bnncli.session.out_of_fold import (
     keep_if_held_out,
@@ -341,7 +342,7 @@ class Joining:
         known = [cost.passes for cost in costs if cost is not None]
         if len(known) == len(costs):
             metrics |= Cost.of_fit(sum(known), is_last_layer=self.train.is_last_layer).to_metrics()
-        for text in hmc_warnings(metrics):
+        for text in hmc_warnings(cast(HmcMetrics, metrics)):
             self.run.console.warn(f"{text} (in hmc, for each run)")
         first = self.parts[0].header.meta
         meta = {name: value for name, value in first.items() if name not in _OF_ONE_RUN}

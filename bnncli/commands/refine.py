@@ -37,6 +37,7 @@ from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
 from bnncli.session.fits import Base, FitInputs, FitOutput, Fitting, Method, Report, run_fit
 from bnncli.session.inputs import Split, open_posterior, posterior_prior, posterior_source
+from bnncli.session.metrics import RefineMetrics
 from bnncli.session.out_of_fold import fit_on_meta, keep_if_held_out, load_fitted, read_fitted_splits, require_features
 from bnncli.session.predictions import find_base
 from bnncli.session.predictor import default_integrator
@@ -377,7 +378,7 @@ class Refinement(Method):
         }
         return FitOutput(tensors, meta, metrics, train, publishing=resumable.publishing)
 
-    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+    def summarize(self, metrics: RefineMetrics) -> list[str]:
         """Return the summary for people."""
         return format_summary(metrics)
 
@@ -696,7 +697,7 @@ def _subspace_metrics(base: Gaussian, subspace: Subspace) -> dict[str, Any]:
     return {"dimensions": len(shares), "share_of_prior": [min(shares), max(shares)]}
 
 
-def format_summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
+def format_summary(metrics: RefineMetrics, *, has_draws: bool = False) -> list[str]:
     """Return the summary for people, with advice.
 
     Args:
@@ -739,7 +740,7 @@ def format_summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[
     return lines
 
 
-def _suggest_next_step(metrics: dict[str, Any], draws: str) -> str:
+def _suggest_next_step(metrics: RefineMetrics, draws: str) -> str:
     """Return what most likely comes closer to the target, judged by what flows reached on diagonal bases and weak priors."""
     if "subspace" in metrics:
         return "try a larger --subspace or none"
@@ -770,7 +771,7 @@ def _subspace_lines(inside: dict[str, Any]) -> list[str]:
 FAR_LOG_WEIGHT_SD = 5.0
 
 
-def _helped_lines(metrics: dict[str, Any], advice: str) -> list[str]:
+def _helped_lines(metrics: RefineMetrics, advice: str) -> list[str]:
     """Describe how much closer refinement came to the target. Call it help only if val does not prefer something simpler."""
     gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
     is_far = spread > FAR_LOG_WEIGHT_SD
@@ -795,7 +796,7 @@ def _helped_lines(metrics: dict[str, Any], advice: str) -> list[str]:
     return lines
 
 
-def _undecided_line(metrics: dict[str, Any], advice: str) -> str:
+def _undecided_line(metrics: RefineMetrics, advice: str) -> str:
     gain, draws = metrics["elbo_gain"], metrics["elbo_draws"]
     margin = reach(draws) * gain["standard_error"]
     ends = f"{gain['value'] - margin:+.2f} and {gain['value'] + margin:+.2f}"

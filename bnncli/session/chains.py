@@ -17,6 +17,7 @@ from bnncli.evaluation.convergence import (
 from bnncli.lazy import torch
 from bnncli.names import count_noun
 from bnncli.session.inputs import Split
+from bnncli.session.metrics import ChainMetrics
 from bnncli.session.run import Run
 from bnncli.targets.network import NetworkTarget
 
@@ -102,7 +103,7 @@ def prediction_metrics(predictions: Mapping[str, Convergence], judged_by: str | 
     }
 
 
-def format_deciding_diagnostic(metrics: Mapping[str, Any]) -> str:
+def format_deciding_diagnostic(metrics: ChainMetrics) -> str:
     """Return the number of draws and the deciding convergence, or why there is no effective sample size."""
     judged_by, numbers = metrics.get("judged_by"), deciding_numbers(metrics)
     of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
@@ -111,7 +112,7 @@ def format_deciding_diagnostic(metrics: Mapping[str, Any]) -> str:
     return f"{chains} of {count_noun(metrics['draws'], 'draw')}: {of}{agreement(numbers)}{why}"
 
 
-def format_other_diagnostics(metrics: Mapping[str, Any]) -> list[str]:
+def format_other_diagnostics(metrics: ChainMetrics) -> list[str]:
     """Return lines for the convergence numbers that do not decide."""
     judged_by = metrics.get("judged_by")
     if judged_by is not None:
@@ -122,9 +123,8 @@ def format_other_diagnostics(metrics: Mapping[str, Any]) -> list[str]:
         ]
     if metrics["heldout_max_rhat"] is None:
         return []
-    names = ("heldout_max_rhat", "heldout_min_ess_bulk", "heldout_min_ess_tail")
-    r_hat, bulk, tail = (metrics.get(name) for name in names)
-    return [f"{_JUDGED['heldout']}: {agreement(Convergence(r_hat, None, bulk, tail))}"]
+    bulk, tail = metrics.get("heldout_min_ess_bulk"), metrics.get("heldout_min_ess_tail")
+    return [f"{_JUDGED['heldout']}: {agreement(Convergence(metrics['heldout_max_rhat'], None, bulk, tail))}"]
 
 
 def agreement(numbers: Convergence) -> str:

@@ -464,7 +464,7 @@ class Method(ABC):
         """Do the work."""
 
     @abstractmethod
-    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+    def summarize(self, metrics: Any) -> list[str]:
         """Return the summary for people."""
 
     def describe(self, request: Request, meta: Mapping[str, Any]) -> Report:

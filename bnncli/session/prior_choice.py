@@ -10,6 +10,7 @@ from bnncli.artifacts.resume import read_recorded_choice, state_path
 from bnncli.options.shared import AUTO, INHERIT, SearchedPriorOptions
 from bnncli.parameters.prior import Prior
 from bnncli.session.inputs import Split
+from bnncli.session.metrics import SearchMetrics
 from bnncli.session.produce import Request
 from bnncli.session.run import Run
 
@@ -81,7 +82,7 @@ def prior_metrics(found: PriorTrials, prior: Prior, *, passes: float) -> dict[st
     }
 
 
-def prior_line(metrics: Mapping[str, Any]) -> list[str]:
+def prior_line(metrics: SearchMetrics) -> list[str]:
     """Return the search as a line for people; empty without a search."""
     curve = metrics.get("prior_precision_curve")
     if curve is None:

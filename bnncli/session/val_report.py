@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from bnncli.integrators import Integrator, load_integrator, supports
 from bnncli.lazy import torch
 from bnncli.names import count_noun, percent
 from bnncli.session.inputs import Split, load_split
+from bnncli.session.metrics import FitMetrics, ValMetrics, ValScore
 from bnncli.session.out_of_fold import OutOfFold
 from bnncli.session.predictor import OF_THETA, default_integrator_of, divide_rows, follows_val
 from bnncli.session.run import Run, Table
@@ -93,7 +94,7 @@ def measure_on_val(
     method: str,
     others: Mapping[str, tuple[Any, str]] | None = None,
     prefer: str | None = None,
-) -> dict[str, Any]:
+) -> ValMetrics:
     """Return `val`, `val_excess` and `recommended_integrator` for an artifact's metrics.
 
     `recommended_integrator` is the method's own (such as mc), or one of OTHER_INTEGRATORS that predicts significantly
@@ -141,7 +142,7 @@ def measure_on_val(
     if recommended != integrator:
         references[recommended] = found.pop(recommended)
     compared = _comparison(chosen, references, others=found, facts=facts | network_facts, integrator=recommended)
-    return compared | {"val_gain": shares}
+    return {**compared, "val_gain": shares}
 
 
 def _gain_shares(
@@ -201,7 +202,7 @@ def measure_probs_on_val(
     integrator: str,
     num_draws: int | None,
     losses: NDArray[np.float64] | None = None,
-) -> dict[str, Any]:
+) -> ValMetrics:
     """Return measure_on_val for given predictions, compared with the network as trained and at its best temperature.
 
     Args:
@@ -241,19 +242,20 @@ def _comparison(
     others: Mapping[str, ScoredPredictive],
     facts: Mapping[str, Mapping[str, Any]],
     integrator: str,
-) -> dict[str, Any]:
+) -> ValMetrics:
     """Return the result of measure_on_val from scores; `others` are reported without comparison."""
     from bnncli.evaluation.recommendation import FALSE_ALARM, compare_losses
 
     gaps = compare_losses(chosen, list(references.values()))
     told = {**references, **others, chosen.name: chosen}
-    return {
+    compared: Any = {
         "val": {key: {**one.to_json(), **facts.get(key, {})} for key, one in told.items()},
         "val_excess": {gap.reference: gap.to_json() for gap in gaps},
         "val_false_alarm": FALSE_ALARM,
         "val_num_examples": len(chosen.losses),
         "recommended_integrator": integrator,
     }
+    return cast(ValMetrics, compared)
 
 
 def _supports(name: str, posterior: Any, val: Split) -> bool:
@@ -261,13 +263,18 @@ def _supports(name: str, posterior: Any, val: Split) -> bool:
     return supports(name, posterior) and (val.is_last_layer or posterior.type != "samples")
 
 
-def find_better_predictives(metrics: Mapping[str, Any]) -> list[str]:
+def val_scores(metrics: FitMetrics) -> dict[str, ValScore]:
+    """Return the scores on val by predictive; empty without labelled val."""
+    return metrics.get("val") or {}
+
+
+def find_better_predictives(metrics: FitMetrics) -> list[str]:
     """Return the predictives better than the posterior's default on val, best first."""
     gaps = metrics.get("val_excess") or {}
     return sorted((name for name, gap in gaps.items() if gap["is_worse"]), key=lambda name: -gaps[name]["value"])
 
 
-def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: str, also: Sequence[str] = ()) -> None:
+def warn_if_worse(run: Run, path: Path, metrics: FitMetrics, *, method: str, also: Sequence[str] = ()) -> None:
     """Warn if predict's default is worse on val than something simpler, with remedies.
 
     For a whole network, also warn if it may be worse and val cannot tell: the remedies cost far less.
@@ -282,7 +289,7 @@ def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: s
     if worse:
         run.console.warn(_warning(run, metrics, worse, name=path.stem, method=method, also=also))
     elif (reference := _find_worst_gap(metrics)) is not None:
-        own = metrics["val"][method]
+        own = val_scores(metrics)[method]
         run.console.info(
             f"{path.stem} has a higher NLL on val than a simpler choice: {own['nll']:.4f} "
             f"({own['integrator']}{_draws(own)}), against {_describe_gap(metrics, reference)}; the difference is not "
@@ -290,22 +297,22 @@ def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: s
         )
 
 
-def _find_worst_gap(metrics: Mapping[str, Any]) -> str | None:
+def _find_worst_gap(metrics: FitMetrics) -> str | None:
     """Return the predictive that beats a network posterior by the most; None if no gap is worth a warning."""
     from bnncli.evaluation.recommendation import WORSE_SHARE
 
     is_of_network = (metrics.get("cost") or {}).get("through") == "network"
     gaps = (metrics.get("val_excess") or {}) if is_of_network else {}
     most = max(gaps, key=lambda name: float(gaps[name]["value"]), default=None)
-    if most is None or gaps[most]["value"] <= WORSE_SHARE * metrics["val"][most]["nll"]:
+    if most is None or gaps[most]["value"] <= WORSE_SHARE * val_scores(metrics)[most]["nll"]:
         return None
     return most
 
 
 def _warning(
-    run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, method: str, also: Sequence[str]
+    run: Run, metrics: FitMetrics, worse: Sequence[str], *, name: str, method: str, also: Sequence[str]
 ) -> str:
-    own = metrics["val"][method]
+    own = val_scores(metrics)[method]
     found = [_describe_gap(metrics, reference) for reference in worse]
     share = f"{100 * metrics['val_false_alarm']:g}%"
     return (
@@ -336,7 +343,7 @@ def _draws(entry: Mapping[str, Any]) -> str:
     return f", {count_noun(entry['samples'], 'draw')}" if entry.get("samples") else ""
 
 
-def val_lines(metrics: Mapping[str, Any], *, where: str = "") -> list[str]:
+def val_lines(metrics: FitMetrics, *, where: str = "") -> list[str]:
     """Return lines on a posterior's val performance: NLL and ECE, sources of the gain, and predict's integrator.
 
     Args:
@@ -383,8 +390,8 @@ def _format_with_error(share: Mapping[str, Any]) -> str:
     return f"{share['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
 
 
-def _describe_gap(metrics: Mapping[str, Any], reference: str) -> str:
-    entry, gap = metrics["val"][reference], metrics["val_excess"][reference]
+def _describe_gap(metrics: FitMetrics, reference: str) -> str:
+    entry, gap = val_scores(metrics)[reference], (metrics["val_excess"] or {})[reference]
     words = SIMPLER_PREDICTIVES.get(reference, reference)
     if "temperature" in entry:
         words += f", {entry['temperature']:.3g}"
@@ -392,11 +399,11 @@ def _describe_gap(metrics: Mapping[str, Any], reference: str) -> str:
     return f"{entry['nll']:.4f}, {percent(entry['ece'])} for {words} (worse by {gap['value']:.4f}{error})"
 
 
-def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:
+def _remedies(run: Run, metrics: FitMetrics, worse: Sequence[str], *, name: str, own: float) -> list[str]:
     """Return what was measured to predict better, with NLL: commands to run, or their existing results."""
-    entries = metrics["val"]
+    entries = val_scores(metrics)
     found, integrator = [], metrics["recommended_integrator"]
-    if integrator in worse:
+    if integrator is not None and integrator in worse:
         found.append(f"{advise_predict(run, name, integrator, is_default=False)} ({entries[integrator]['nll']:.4f})")
     scaled = {key: entries[key]["nll"] for key in ("temperature", "plug-in-temperature") if key in entries}
     best = min(scaled, key=lambda key: scaled[key], default=None)

@@ -20,11 +20,12 @@ from bnncli.parameters.module import LAST
 from bnncli.registry import list_declaring
 from bnncli.session.fits import Method, Report
 from bnncli.session.inputs import Split
+from bnncli.session.metrics import LaplaceMetrics
 from bnncli.session.produce import Request
 from bnncli.session.row_spaces import span_line, span_metrics
 from bnncli.session.run import Run
 from bnncli.session.states import advise_predict, fresh_posterior
-from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines, warn_if_worse
+from bnncli.session.val_report import UNMEASURED, measure_on_val, val_lines, val_scores, warn_if_worse
 
 if TYPE_CHECKING:
     from bnncli.commands.fit_laplace import FitLaplaceOptions
@@ -67,7 +68,7 @@ def warn_of_shortfall(run: Run, mode: Mode) -> None:
         )
 
 
-def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
+def warn_of_val(run: Run, path: Path, metrics: LaplaceMetrics) -> None:
     """Warn where the posterior scores worse on val than the network, and suggest a better fit."""
     if metrics.get("val") is None:
         return
@@ -84,7 +85,7 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
             also.append(f"run {command} (a {metrics['structure']} covariance is rough; not measured yet)")
         else:
             measured = (refined.meta["metrics"].get("val") or {}).get("refine")
-            if measured and measured["nll"] < metrics["val"]["laplace"]["nll"]:
+            if measured and measured["nll"] < val_scores(metrics)["laplace"]["nll"]:
                 command = advise_predict(run, name, measured["integrator"], is_default=True)
                 also.append(f"{command} ({measured['nll']:.4f})")
     warn_if_worse(run, path, metrics, method="laplace", also=also)
@@ -178,7 +179,7 @@ class Laplace(Method):
         """Return what identifies the fit, besides its sources."""
         return self.options.params_of_fit(self.criterion, self.inputs.run.compute.seed)
 
-    def summarize(self, metrics: dict[str, Any]) -> list[str]:
+    def summarize(self, metrics: LaplaceMetrics) -> list[str]:
         """Return the summary for people."""
         return _summary(metrics)
 
@@ -189,7 +190,7 @@ class Laplace(Method):
         return Report({**metrics, "prior_precision_curve": meta.get("curve")}, _summary(metrics))
 
 
-def _summary(metrics: dict[str, Any]) -> list[str]:
+def _summary(metrics: LaplaceMetrics) -> list[str]:
     scale = metrics.get("prior_mean_scale")
     about = "" if scale is None else f", centred on {scale:.4g} times the checkpoint's last layer"
     by_val = "lowest val NLL" + (f", {metrics['num_folds']}-fold cross-validated" if "num_folds" in metrics else "")
@@ -273,7 +274,7 @@ def format_count(count: float) -> str:
     return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
 
 
-def _describe_subnetwork(metrics: dict[str, Any]) -> list[str]:
+def _describe_subnetwork(metrics: LaplaceMetrics) -> list[str]:
     """Return lines on which parameters vary and how many of them the data inform."""
     each = ", ".join(f"{name} {count:,}" for name, count in metrics["subnetwork_params"].items())
     lines = [
