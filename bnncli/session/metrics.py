@@ -194,7 +194,7 @@ class ChainMetrics(SearchMetrics, total=False):
 
     Attributes:
         max_rhat, min_ess_bulk, min_ess_tail: worst over parameters; None where undefined, with the reason.
-        heldout_*: the same of log probabilities of held-out labels.
+        heldout_*, train_*: the same of log probabilities of held-out or training labels.
         judged_by: heldout or train, where predictions decide on convergence.
     """
 
@@ -208,6 +208,11 @@ class ChainMetrics(SearchMetrics, total=False):
     heldout_max_rhat: float | None
     heldout_min_ess_bulk: float | None
     heldout_min_ess_tail: float | None
+    heldout_undefined: str | None
+    train_max_rhat: float | None
+    train_min_ess_bulk: float | None
+    train_min_ess_tail: float | None
+    train_undefined: str | None
     judged_by: str
 
 
@@ -325,3 +330,14 @@ class ViMetrics(FitMetrics, total=False):
     median_share_of_prior: float
     shortfall: dict[str, Any] | None
     beside_base: BaseMetrics | None
+
+
+RECORDS: dict[str, type[Any]] = {
+    "laplace": LaplaceMetrics,
+    "refine": RefineMetrics,
+    "hmc": HmcMetrics,
+    "sghmc": SghmcMetrics,
+    "swag": SwagMetrics,
+    "vi": ViMetrics,
+}
+"""The record of each method that takes the path of `run_fit`."""
