@@ -21,6 +21,7 @@ from bnncli.inference.elbo import measure_gain
 from bnncli.inference.network_memory import NetworkDraws
 from bnncli.inference.prior_variants import PriorTrial, search_prior
 from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.inference.row_space import reduce_gaussian, reduce_target, replace_outside
 from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.lazy import torch
 from bnncli.names import count_noun, percent
@@ -565,47 +566,28 @@ def _open_base(fitting: Fitting, prior: Prior) -> Gaussian:
             code="wrong_layout",
             path=path,
         )
-    base = replace(base, layout=train.layout)  # this layout is bound to the network, if there is one
-    return _extend_to_rows(run, base, train, prior=prior, path=path).to(run.device)
-
-
-def _extend_to_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: Path) -> Gaussian:
-    """Give a base that was fitted in the row space the target's prior outside, where the posterior equals the prior.
-
-    Raises:
-        DataError: the features do not lie in the row space of the base.
-    """
     within = rows_of(base.covariance)
-    if within is None:
-        return base
-    if not within.rows.has(torch.from_numpy(train.content.features)):
+    if within is not None and not within.rows.has(torch.from_numpy(train.content.features)):
         raise DataError(
             f"--base: {path} was fitted in the row space of other training features",
             code="wrong_row_space",
             hint=run.suggest("fit-laplace"),
             path=path,
         )
-    mean = within.rows.lift_about(within.rows.reduce(base.mean), prior)
-    return replace(base, mean=mean, covariance=replace(within, precision=prior.weight_precision))
+    base = replace(base, layout=train.layout)  # this layout is bound to the network, if there is one
+    return replace_outside(base, prior).to(run.device)
 
 
 def _subspace(run: Run, options: RefineOptions, base: Gaussian) -> Subspace | None:
     """Return the directions that the flow acts in, within the row space if the base was fitted there; None for all."""
     if options.subspace is None:
         return None
-    within = rows_of(base.covariance)
-    covariance = base.covariance if within is None else within.inner
-    return Subspace.widest(covariance, options.subspace, run.stream("refine/subspace"))
+    return Subspace.widest(reduce_gaussian(base).covariance, options.subspace, run.stream("refine/subspace"))
 
 
 def _fit_flow(target: Any, base: Gaussian, **choices: Any) -> RefineFit:
     """Train the flow on the base, within the row space if the base was fitted there."""
-    within = rows_of(base.covariance)
-    if within is None:
-        return fit_flow(target, base, **choices)
-    rows = within.rows
-    inner = Gaussian(rows.reduce(base.mean), within.inner, rows.reduced, rows.prior(base.require_prior()))
-    fit = fit_flow(rows.target(target), inner, **choices)
+    fit = fit_flow(reduce_target(target, base), reduce_gaussian(base), **choices)
     return replace(fit, posterior=replace(fit.posterior, base=base))
 
 
@@ -687,11 +669,10 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
 
 def _subspace_metrics(base: Gaussian, subspace: Subspace) -> dict[str, Any]:
     """Return the number of directions, and the smallest and largest ratio of the base's variance to the prior's along one."""
-    within = rows_of(base.covariance)
-    covariance, layout = (base.covariance, base.layout) if within is None else (within.inner, within.rows.reduced)
-    moved = covariance.unwhiten(subspace.basis.T)
+    inner = reduce_gaussian(base)
+    moved = inner.covariance.unwhiten(subspace.basis.T)
     variances = moved.square().sum(dim=1)
-    precisions = base.require_prior().diagonal(layout, device=moved.device)
+    precisions = base.require_prior().diagonal(inner.layout, device=moved.device)
     of_prior = (moved.square() / precisions).sum(dim=1) / variances
     shares = (variances / of_prior).tolist()
     return {"dimensions": len(shares), "share_of_prior": [min(shares), max(shares)]}

@@ -1,4 +1,4 @@
-"""Extend modes, Gaussians and draws from the span of the features to all of theta, where the posterior is the prior."""
+"""Map targets, Gaussians, fits and draws between the span of the features and all of theta, where the rest is the prior."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors import standard_normal
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import Covariance
-from bnncli.structures.row_space import WithinRows
+from bnncli.structures.row_space import WithinRows, rows_of
+from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -84,3 +85,27 @@ def complete_draws(theta: Tensor, generator: torch.Generator, *, rows: RowSpace,
     return rows.lift_about(theta, prior) + outside * precision**-0.5, constant - 0.5 * outside.double().square().sum(
         dim=1
     )
+
+
+def reduce_gaussian(gaussian: Gaussian) -> Gaussian:
+    """Return the Gaussian over theta inside the span, or the Gaussian itself if it was fitted to all of theta."""
+    within = rows_of(gaussian.covariance)
+    if within is None:
+        return gaussian
+    rows = within.rows
+    return Gaussian(rows.reduce(gaussian.mean), within.inner, rows.reduced, rows.prior(gaussian.require_prior()))
+
+
+def reduce_target(target: LastLayerTarget, gaussian: Gaussian) -> LastLayerTarget:
+    """Return the target over theta inside the span, or the target itself if the Gaussian was fitted to all of theta."""
+    within = rows_of(gaussian.covariance)
+    return target if within is None else within.rows.target(target)
+
+
+def replace_outside(gaussian: Gaussian, prior: Prior) -> Gaussian:
+    """Return a Gaussian of a span with this prior outside, where the posterior equals the prior of its target."""
+    within = rows_of(gaussian.covariance)
+    if within is None:
+        return gaussian
+    mean = within.rows.lift_about(within.rows.reduce(gaussian.mean), prior)
+    return replace(gaussian, mean=mean, covariance=replace(within, precision=prior.weight_precision))
