@@ -21,9 +21,9 @@ from bnncli.session.run import Result, Run, Table
 from bnncli.system import workers as team
 
 if TYPE_CHECKING:
-    from bnncli.papers.recipe import PaperRecipe, Study
+    from bnncli.papers.recipe import PaperRecipe, Part
     from bnncli.papers.results import Outcome
-    from bnncli.papers.runner import Places, RecipePart, Workshop
+    from bnncli.papers.runner import Places, Workshop
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _list(places: Places, scale: str) -> Result:
 
 
 def _entry(recipe: PaperRecipe, places: Places, scale: str) -> dict[str, Any]:
-    sources: list[PaperRecipe | Study] = [*([recipe] if recipe.experiment else []), *recipe.studies]
+    sources: list[Part] = [*([recipe] if recipe.experiment else []), *recipe.studies]
     missing = [places.missing_each(one.needs[scale].required.values()) for one in sources]
     times = [one.seconds.get(scale) for one, lacks in zip(sources, missing, strict=True) if not lacks]
     return {
@@ -176,12 +176,12 @@ def _select_recipes(asked: str) -> list[str]:
 def _reproduce(run: Run, options: ReproduceOptions, places: Places, names: list[str]) -> Result:
     """Run the recipes. Each is written as soon as its parts are complete."""
     from bnncli.papers.recipe import find_recipe
-    from bnncli.papers.runner import Workshop, list_parts
+    from bnncli.papers.runner import Workshop
 
     workshop = Workshop(run, options, places, Path(options.out) / options.scale)
-    recipes = {name: list_parts(find_recipe(name), options.scale) for name in names}
+    recipes = {name: find_recipe(name).parts for name in names}
     parts = dict.fromkeys(part for own in recipes.values() for part in own)
-    ready = [part for part in parts if not places.missing(part.needs)]
+    ready = [part for part in parts if not workshop.missing(part)]
     jobs = min(_jobs(run, options), len(ready))
     if jobs < 2:
         return _write(run, options, workshop, names, finished=_make_in_turn(workshop, recipes))
@@ -213,19 +213,20 @@ def _write(
 ) -> Result:
     """Judge and write each recipe as it finishes; the result has them in their own order."""
     from bnncli.papers.recipe import find_recipe
-    from bnncli.papers.results import Reproduction, write_index, write_outcome
+    from bnncli.papers.results import judge_recipe, write_index, write_outcome
 
-    folder, reproduction = workshop.folder, Reproduction(workshop)
+    folder = workshop.folder
     plain = run.line.having("force", False).having("jobs", None)  # without what changes no result
     found: dict[str, tuple[Outcome, dict[str, Any], list[Path]]] = {}
     for name in finished:
-        outcome = reproduction.outcome(find_recipe(name))
+        outcome = judge_recipe(workshop, find_recipe(name))
         line = _build_line(plain, name)
         found[name] = outcome, *write_outcome(run, outcome, folder / name, scale=options.scale, line=line)
     outcomes, documents, files = (list(part) for part in zip(*(found[name] for name in names), strict=True))
     paths = [path for own in files for path in own]
     if len(names) > 1:
-        write_index(documents, folder / "results.md", scale=options.scale, line=plain.pasted())
+        commands = [one["command"] for one in documents]
+        write_index(outcomes, commands, folder / "results.md", scale=options.scale, line=plain.pasted())
         paths.insert(0, folder / "results.md")
     return _result(options, outcomes, documents, paths)
 
@@ -264,7 +265,7 @@ def _result(
     return result
 
 
-def _make_in_turn(workshop: Workshop, recipes: Mapping[str, list[RecipePart]]) -> Iterator[str]:
+def _make_in_turn(workshop: Workshop, recipes: Mapping[str, list[Part]]) -> Iterator[str]:
     """Make the parts one after the other; yield each recipe when its parts are made."""
     task = workshop.run.console.task("reproduce", len(recipes))
     for name, parts in recipes.items():

@@ -15,11 +15,13 @@ from bnncli.errors import DataError
 from bnncli.evaluation.calibration import NUM_BINS, PUBLISHED_BINS, calibration_scores
 from bnncli.evaluation.comparison import Estimate
 from bnncli.evaluation.statistics import ExampleStatistics, compute_example_statistics
+from bnncli.figures.fits import draw_measured_lines
 from bnncli.inference.elbo import diagnose_importance, measure_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
-from bnncli.lazy import torch
+from bnncli.lazy import special, torch
 from bnncli.models.checkpoints import load_checkpoint
+from bnncli.papers.figures import build_line
 from bnncli.papers.recipe import Files, Measurements, Settings
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
@@ -28,29 +30,22 @@ from bnncli.targets.last_layer import LastLayerTarget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor
+    from torch import Generator, Tensor
 
 # The calibration error that the refinement paper's script computes, of a model that is calibrated exactly.
 #
-# The script leaves out its last bin, confidences of 0.99 and more, and counts the rest as if it were all (Kristiadi,
-# Eschenhagen and Hennig 2022, arXiv 2205.10041). Here the largest of two probabilities is uniform on [0.99, 1) for a
-# share of the examples and on [0.5, 0.99) for the others, and the likelier class is right with just that probability:
-# what is measured is chance.
+# The script leaves out confidences of 0.99 and more, and counts the rest as if it were all (Kristiadi, Eschenhagen and Hennig 2022, arXiv
+# 2205.10041). Here the largest of two probabilities is uniform on [0.99, 1) for a share of the examples and on [0.5, 0.99) for the
+# others, and the likelier class is right with just that probability: what is measured is chance.
 
 _EDGE = 0.99
 _NAMED = {"published": "published, 100 bins", "real": "every bin, 100 bins", "usual": "every bin, 15 bins"}
 
 
-def measure_published_ece(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
+def measure_published_ece(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
     """Measure calibration errors of calibrated models, by the percentage P of their confidences above 0.99.
 
-    Args:
-        settings: percentages; examples of a data set; repeats, over which means and standard errors are taken.
-
-    Returns:
-        published_P and real_P, in 100 bins of equal width, and usual_P, in 15.
+    published_P and real_P, in 100 bins of equal width, and usual_P, in 15.
     """
     random = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
     values: dict[str, Estimate] = {}
@@ -85,8 +80,7 @@ def _compute_by_strategy(examples: ExampleStatistics, num_bins: int) -> dict[str
     found = {}
     for group in calibration_scores(examples, num_bins=num_bins):
         assert group.statistic is not None
-        scores = group.statistic(np.ones((1, len(examples))))[0]
-        for member, score in zip(group.members, scores, strict=True):
+        for member, score in zip(group.members, group.statistic(np.ones((1, len(examples))))[0], strict=True):
             if member.name == "ece" and member.choices["norm"] == "l1":
                 found[str(member.choices["strategy"])] = float(score)
     return found
@@ -94,16 +88,13 @@ def _compute_by_strategy(examples: ExampleStatistics, num_bins: int) -> dict[str
 
 def draw_published_ece(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw the three against the share of confidences above 0.99."""
-    from bnncli.papers.figures import MeasuredLine, draw_lines
-
-    lines = {}
-    for name, label in _NAMED.items():
-        found = [measured.values[f"{name}_{one}"] for one in settings["percentages"]]
-        values, errors = [one.value for one in found], [one.standard_error for one in found]
-        lines[label] = MeasuredLine([float(one) for one in settings["percentages"]], values, errors)
+    lines = {
+        label: build_line({one: measured.values[f"{name}_{one}"] for one in settings["percentages"]})
+        for name, label in _NAMED.items()
+    }
     title = "A perfectly calibrated model"
     x_label = "confidences of 0.99 or more, %"
-    return {"calibrated": draw_lines(lines, title=title, x_label=x_label, y_label="calibration error")}
+    return {"calibrated": draw_measured_lines(lines, title=title, x_label=x_label, y_label="calibration error")}
 
 
 # How good a reference is itself: accuracy and NLL of its class probabilities, as they are and sharpened by a
@@ -116,76 +107,52 @@ _LEAST = float(np.finfo(np.float32).tiny)  # of a probability
 
 
 def measure_reference_scores(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
+    settings: Settings, files: Files, generator: Generator, progress: Progress
 ) -> Measurements:
-    """Score the reference itself.
-
-    Args:
-        settings: percents, temperatures to try.
-        inputs: reference, an NPZ file with `hmc` (N, C), and test, one with labels y (N,) in the same order.
-
-    Returns:
-        reference_accuracy, reference_confidence, reference_nll, and gain_P: nats per example by which a temperature of P per cent
-        lowers the NLL.
+    """Score the reference: its accuracy, confidence, nll, and gain_P, by which a temperature of P per cent lowers the NLL.
 
     Raises:
         DataError: the files have different numbers of rows.
     """
-    with np.load(inputs["reference"]) as arrays:
+    with np.load(files["reference"]) as arrays:
         probs = arrays["hmc"].astype(np.float64)
-    with np.load(inputs["test"]) as arrays:
+    with np.load(files["test"]) as arrays:
         labels = arrays["y"]
     if len(probs) != len(labels):
-        raise DataError(f"{inputs['reference']} has {len(probs)} rows, but there are {len(labels)} labels")
+        raise DataError(f"{files['reference']} has {len(probs)} rows, but there are {len(labels)} labels")
     losses = _losses(probs, labels, 1.0)
-    values = {
-        "reference_accuracy": _mean((probs.argmax(axis=1) == labels).astype(np.float64)),
-        "reference_confidence": _mean(probs.max(axis=1)),
-        "reference_nll": _mean(losses),
+    scores = {
+        "reference_accuracy": (probs.argmax(axis=1) == labels).astype(np.float64),
+        "reference_confidence": probs.max(axis=1),
+        "reference_nll": losses,
     }
-    for percent in settings["percents"]:
-        values[f"gain_{percent}"] = _mean(losses - _losses(probs, labels, percent / 100))
-    return Measurements(values)
+    scores |= {f"gain_{one}": losses - _losses(probs, labels, one / 100) for one in settings["percents"]}
+    return Measurements({name: Estimate.of_repeats(one) for name, one in scores.items()})
 
 
 def _losses(probs: NDArray, labels: NDArray, temperature: float) -> NDArray:
     """Return the loss of each example (N,), in nats."""
     logits = np.log(np.maximum(probs, _LEAST)) / temperature
-    logits -= logits.max(axis=1, keepdims=True)
-    chosen = logits[np.arange(len(labels)), labels]
-    found: NDArray = np.log(np.exp(logits).sum(axis=1)) - chosen
+    found: NDArray = special.logsumexp(logits, axis=1) - logits[np.arange(len(labels)), labels]
     return found
 
 
-def _mean(values: NDArray) -> Estimate:
-    return Estimate(float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values)), len(values))
-
-
-# What refinement gains over the Gaussian at the mode, against prior precision, data-set size and structure of the
-# covariance.
+# What refinement gains over the Gaussian at the mode, against prior precision, data-set size and structure of the covariance.
 #
-# The target is a network's last layer with its features as they are; the Gaussian of every target stands at that
-# target's own mode, so that what a flow gains is shape, and not the place or the prior of another Gaussian. Pareto k
-# of the Gaussian's importance weights is the warning that costs no refinement: Yao et al. (2018), arXiv 1802.02538.
+# The target is a network's last layer; the Gaussian of every target stands at that target's own mode, so that what a flow gains is shape.
+# Pareto k of the Gaussian's importance weights is the warning that costs no refinement: Yao et al. (2018), arXiv 1802.02538.
 
 _AT_ONCE = 1000  # images
 _HIGHEST_K = 0.7  # Yao et al. (2018), section 3
 
 
-def measure_refinement_gain(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
+def measure_refinement_gain(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
     """Measure what flows gain over the Gaussian at the mode, for each number of examples N, prior precision L and structure S.
 
-    Args:
-        settings: sizes, precisions, structures; flows, each with its epochs; draws, for ELBO and Pareto k.
-        inputs: net, a state dict of lenet5, and train, an NPZ file of x (N, 28, 28) uint8 and y.
-
-    Returns:
-        gain_FLOW_N_L_S, nats by which the refined ELBO exceeds the Gaussian's; elbo_N_L_S and k_N_L_S, the Gaussian's ELBO and Pareto
-        k. Values that are not finite are left out.
+    gain_FLOW_N_L_S, nats by which the refined ELBO exceeds the Gaussian's; elbo_N_L_S and k_N_L_S, the Gaussian's ELBO and Pareto k.
+    Values that are not finite are left out.
     """
-    features, labels = compute_last_features(inputs, max(settings["sizes"]))
+    features, labels = compute_last_features(files, max(settings["sizes"]))
     layout = HeadLayout(10, features.shape[1])
     values: dict[str, Estimate] = {}
     axes = (settings["sizes"], settings["precisions"], settings["structures"])
@@ -199,7 +166,7 @@ def measure_refinement_gain(
 
 
 def measure_target(
-    target: LastLayerTarget, structure: str, settings: Settings, *, generator: torch.Generator
+    target: LastLayerTarget, structure: str, settings: Settings, *, generator: Generator
 ) -> dict[str, Estimate]:
     """Return elbo and k of the Gaussian at the mode, and gain_FLOW of each flow over it."""
     gaussian = fit_gaussian(target, start=torch.zeros(target.layout.num_params), structure=structure).gaussian
@@ -220,12 +187,12 @@ def _name(quantity: str, size: int, precision: float, structure: str) -> str:
     return f"{quantity}_{size}_{precision}_{structure}"
 
 
-def compute_last_features(inputs: Files, count: int) -> tuple[Tensor, Tensor]:
+def compute_last_features(files: Files, count: int) -> tuple[Tensor, Tensor]:
     """Return the inputs of the last layer for the first images (n, 84), and their labels (n,)."""
-    with np.load(inputs["train"]) as arrays:
+    with np.load(files["train"]) as arrays:
         images, labels = arrays["x"][:count], arrays["y"][:count]
     network = registry.load_module("networks", "lenet5").build()
-    network.load_state_dict(load_checkpoint(inputs["net"]).state)
+    network.load_state_dict(load_checkpoint(files["net"]).state)
     pixels = torch.from_numpy(images).unsqueeze(1).float() / 255
     with torch.no_grad():
         found = torch.cat([network.features(block) for block in pixels.split(_AT_ONCE)])
@@ -234,8 +201,6 @@ def compute_last_features(inputs: Files, count: int) -> tuple[Tensor, Tensor]:
 
 def draw_refinement_gain(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw gain of each flow, and Pareto k, against the prior precision: a line for each size and structure."""
-    from bnncli.papers.figures import MeasuredLine, draw_lines
-
     gains = {f"gain_{flow}": (f"ELBO gain of {flow} layers", "ELBO gain, nats") for flow in settings["flows"]}
     figures = {}
     for quantity, (title, label) in {**gains, "k": ("Gaussian at the mode", "Pareto k")}.items():
@@ -244,15 +209,13 @@ def draw_refinement_gain(measured: Measurements, settings: Settings) -> Mapping[
             names = {one: _name(quantity, size, one, structure) for one in settings["precisions"]}
             found = {float(one): measured.values[name] for one, name in names.items() if name in measured.values}
             if found:
-                errors = [one.standard_error for one in found.values()]
-                values = [one.value for one in found.values()]
-                lines[f"{structure}, N = {size:,}"] = MeasuredLine([*found], values, errors)
+                lines[f"{structure}, N = {size:,}"] = build_line(found)
         if not lines:
             continue
         if quantity == "k":
             ends = [min(settings["precisions"]), max(settings["precisions"])]
-            lines[f"k = {_HIGHEST_K}"] = MeasuredLine(ends, [_HIGHEST_K] * 2, [None, None])
-        figures[quantity] = draw_lines(lines, title=title, x_label="prior precision", y_label=label, log="xy")
+            lines[f"k = {_HIGHEST_K}"] = build_line(dict.fromkeys(ends, Estimate(_HIGHEST_K)))
+        figures[quantity] = draw_measured_lines(lines, title=title, x_label="prior precision", y_label=label, log="xy")
         if quantity != "k":  # a gain may be nothing, or below it by chance
             figures[quantity].axes[0].set_yscale("symlog", linthresh=0.1)
     return figures

@@ -4,35 +4,105 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+import timeit
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.errors import DataError
 from bnncli.evaluation.comparison import Estimate
 from bnncli.evaluation.detection import Ranking, auroc
+from bnncli.figures.fits import draw_measured_lines
 from bnncli.lazy import torch
+from bnncli.likelihoods import likelihood_of
 from bnncli.numerics import dirichlet
-from bnncli.papers import digit_network
-from bnncli.papers.bridge_toys import build_vertices, dirichlet_shares
+from bnncli.papers.bridge_toys import build_seeded, build_vertices, dirichlet_shares, weights
+from bnncli.papers.figures import build_line, draw_times, draw_triangles
 from bnncli.papers.recipe import Files, Measurements, Settings
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
+from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import Progress
+from bnncli.structures import ggn
+from bnncli.structures.diag import Diag
 from bnncli.structures.logits import root_of_covariances
+from bnncli.targets.network import NetworkTarget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor
+    from torch import Generator, Tensor, nn
 
-    from bnncli.targets.network import NetworkTarget
-
-# A network on digits and images of other kinds: samples of the logits, of all weights, and the Laplace bridge; what
-# each of them takes.
+# The convolutional network of Hobbhahn (2020), arXiv 2003.01227, section 5.1, and Gaussians over all of its weights.
 #
-# Hobbhahn (2020), arXiv 2003.01227, section 5.2, tables 5.1 and 7.3, the rows of MNIST. Published is the released
-# definition: the precision H + 1/200, H the mean over images, in the place of a covariance, and variances of logits
-# as they are. Right: the diagonal of (N H + tau)^-1, where tau makes the mean confidence of samples 5 % less than
-# that of the network, as the text has it, here on training images; and the bridge from the logits minus their mean.
+# As released: 32 and 64 filters of 5 x 5, each with ReLU and pooling, then 256 units and the classes with no activation between; Adam,
+# 1e-3, weight decay 5e-4, batches of 64, where the text has 128.
+
+WEIGHT_DECAY = 5e-4
+_RATE, _BATCH = 1e-3, 64
+_SHAPE = (1, 28, 28)
+
+
+def read_images(path: Path, *, classes: int | None = None, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Read the first images (n, 1, 28, 28) in [0, 1] of a file, and labels (n,), of the first classes alone if `classes` is given.
+
+    Raises:
+        DataError: the file has no such arrays.
+    """
+    try:
+        with np.load(path) as arrays:
+            pixels, labels = arrays["x"], arrays["y"]
+    except (KeyError, ValueError) as error:
+        raise DataError(f"{path}: expected arrays x and y: {error}") from None
+    if pixels.shape[1:] != _SHAPE[1:] or pixels.dtype != np.uint8:
+        raise DataError(f"{path}: expected uint8 images of 28 x 28; got {pixels.dtype}, {pixels.shape[1:]}")
+    is_chosen = labels < classes if classes is not None else np.ones(len(labels), dtype=bool)
+    chosen = np.flatnonzero(is_chosen)[:count]
+    return torch.from_numpy(pixels[chosen]).unsqueeze(1) / 255, torch.from_numpy(labels[chosen]).long()
+
+
+def _build_network(classes: int) -> nn.Module:
+    of = torch.nn
+    filters = [of.Conv2d(1, 32, 5), of.ReLU(), of.MaxPool2d(2), of.Conv2d(32, 64, 5), of.ReLU(), of.MaxPool2d(2)]
+    return of.Sequential(*filters, of.Flatten(), of.Linear(1024, 256), of.Linear(256, classes))
+
+
+def train_network(inputs: Tensor, labels: Tensor, *, classes: int, epochs: int, generator: Generator) -> NetworkTarget:
+    """Train such a network and return its log posterior with the prior of its weight decay, at its own weights."""
+    network, likelihood = build_seeded(lambda: _build_network(classes), generator), likelihood_of(classes)
+    optimizer = torch.optim.Adam(network.parameters(), lr=_RATE, weight_decay=WEIGHT_DECAY)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(inputs), generator=generator).split(_BATCH):
+            optimizer.zero_grad()
+            loss = -likelihood.log_likelihoods(network(inputs[rows]).unsqueeze(0), labels[rows]).mean()
+            loss.backward()
+            optimizer.step()
+    network.requires_grad_(False)
+    layout = ModuleLayout.of(ModuleNetwork(network.eval()), num_outputs=classes, input_shape=_SHAPE)
+    return NetworkTarget(inputs, labels, layout, Prior(WEIGHT_DECAY * len(inputs)))
+
+
+def compute_curvature(target: NetworkTarget, count: int) -> Tensor:
+    """Return the diagonal of the Gauss-Newton matrix of one image (P,) float64, the mean over the first `count` training images.
+
+    It is the curvature that the released code has, with no factor N.
+    """
+    few = target.minibatch(*target.examples(torch.arange(min(count, target.num_examples))))
+    return ggn(few, weights(target), "diag")["hessian.diag"].double() / target.num_examples
+
+
+def build_gaussian(target: NetworkTarget, variances: Tensor) -> Gaussian[ModuleLayout]:
+    """Return the Gaussian at the network's weights with these variances (P,)."""
+    return Gaussian(weights(target).double(), Diag(variances), target.layout)
+
+
+# A network on digits and images of other kinds: samples of the logits, of all weights, and the Laplace bridge; what each of them takes.
+#
+# Hobbhahn (2020), arXiv 2003.01227, section 5.2, tables 5.1 and 7.3, the rows of MNIST. Published is the released definition: the
+# precision H + 1/200, H the mean over images, in the place of a covariance, and variances of logits as they are. Right: the diagonal of
+# (N H + tau)^-1, where tau makes samples 5 % less confident than the network on training images, and logits minus their mean.
 
 CLASSES = 10
 PUBLISHED_VARIANCE = 200.0  # var0 of the released notebook
@@ -42,33 +112,23 @@ _TRIES, _WIDEST = 8, 6.0  # bisections of log10 tau within so many powers of ten
 _TIMED = 3
 
 
-def measure_digit_bridge(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
+def measure_digit_bridge(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
     """Measure confidences and detection by samples and by the bridge, and the time that each takes.
 
-    Args:
-        settings: train and epochs of training; curvature, images for H; images of each set; draws of the logits; weight_draws and
-            weight_images of `weights`; repeats, networks.
-        inputs: train and test, and the other sets.
-
-    Returns:
-        For each METHOD (map, sample, bridge, sample_published, bridge_published, weights): mmc_METHOD_SET, and auroc_METHOD_SET of the
-        other sets. Seconds of each part, and how much faster the bridge is.
+    For each METHOD (map, sample, bridge, sample_published, bridge_published, weights): mmc_METHOD_SET, and auroc_METHOD_SET of the other
+    sets. Seconds of each part, and how much faster the bridge is.
     """
-    train = digit_network.read_images(inputs["train"], count=settings["train"])
-    names = ["test", *(name for name in inputs if name not in ("train", "test"))]
-    sets = {name: digit_network.read_images(inputs[name], count=settings["images"])[0] for name in names}
+    train = read_images(files["train"], count=settings["train"])
+    names = ["test", *(name for name in files if name not in ("train", "test"))]
+    sets = {name: read_images(files[name], count=settings["images"])[0] for name in names}
     found: dict[str, list[float]] = {}
     task = progress.task("networks", settings["repeats"])
     for _ in range(settings["repeats"]):
-        target = digit_network.train_network(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
+        target = train_network(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
         confidences, seconds = _confidences(target, sets, settings, generator)
-        errors: dict[str, float] = {}
-        for name, (value, error) in _scores(confidences, generator).items():
-            found.setdefault(name, []).append(value)
-            errors[name] = error
-        for name, value in seconds.items():
+        scores = score_methods(confidences, generator)
+        errors = {name: error for name, (_, error) in scores.items()}
+        for name, value in ({name: value for name, (value, _) in scores.items()} | seconds).items():
             found.setdefault(name, []).append(value)
         task.advance()
     if settings["repeats"] == 1:
@@ -78,19 +138,14 @@ def measure_digit_bridge(
 
 def draw_digit_bridge(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw where the time goes: forward pass, moments of the logits, and samples or the bridge."""
-    from bnncli.papers.figures import draw_times
-
     seconds = {name: measured.values[f"seconds_{name}"].value for name in ("network", "moments", "sample", "bridge")}
     shared = {"network": seconds["network"], "moments of the logits": seconds["moments"]}
-    rows = {
-        "samples": {**shared, "samples": seconds["sample"]},
-        "bridge": {**shared, "bridge": seconds["bridge"]},
-    }
+    rows = {"samples": {**shared, "samples": seconds["sample"]}, "bridge": {**shared, "bridge": seconds["bridge"]}}
     return {"seconds": draw_times(rows, title="Seconds per prediction")}
 
 
 def prior_precision(
-    target: NetworkTarget, curvature: Tensor, inputs: Tensor, generator: torch.Generator, *, draws: int
+    target: NetworkTarget, curvature: Tensor, inputs: Tensor, generator: Generator, *, draws: int
 ) -> float:
     """Return the tau at which samples of the logits are 5 % less confident than the network, by bisecting its logarithm."""
     wanted = _SHARE * float(_network_probs(target, inputs).amax(dim=1).mean())
@@ -99,7 +154,7 @@ def prior_precision(
     for _ in range(_TRIES):
         middle = (low + high) / 2
         variances = 1 / (target.num_examples * curvature + 10**middle)
-        moments = digit_network.build_gaussian(target, variances).logits.moments(inputs)
+        moments = build_gaussian(target, variances).logits.moments(inputs)
         if float(sample_probs(*moments, noise).amax(dim=1).mean()) < wanted:
             low = middle
         else:
@@ -117,14 +172,14 @@ def sample_probs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
 
 
 def _confidences(
-    target: NetworkTarget, sets: Mapping[str, Tensor], settings: Settings, generator: torch.Generator
+    target: NetworkTarget, sets: Mapping[str, Tensor], settings: Settings, generator: Generator
 ) -> tuple[dict[str, dict[str, NDArray[Any]]], dict[str, float]]:
     """Return confidence of each image, by method and set; and the seconds that parts took on the first set."""
-    curvature = digit_network.compute_curvature(target, settings["curvature"])
+    curvature = compute_curvature(target, settings["curvature"])
     few = target.inputs[: settings["weight_images"]]
     tau = prior_precision(target, curvature, few, generator, draws=settings["draws"])
-    right = digit_network.build_gaussian(target, 1 / (target.num_examples * curvature + tau))
-    published = digit_network.build_gaussian(target, curvature + 1 / PUBLISHED_VARIANCE)
+    right = build_gaussian(target, 1 / (target.num_examples * curvature + tau))
+    published = build_gaussian(target, curvature + 1 / PUBLISHED_VARIANCE)
     noise = torch.randn(settings["draws"], CLASSES, dtype=torch.float64, generator=generator)
     thetas = right.sample(settings["weight_draws"], generator=generator).float()
     found: dict[str, dict[str, NDArray[Any]]] = {}
@@ -159,32 +214,20 @@ def _seconds(
 ) -> dict[str, float]:
     """Return the time of each part, the least of three, and how much faster the bridge is: alone, as published, and as a whole."""
     mean, covariance = moments_of
-    network = _time_fastest(lambda: _network_probs(target, inputs))
-    sample = _time_fastest(lambda: sample_probs(mean, covariance, noise))
+    network = min(timeit.repeat(lambda: _network_probs(target, inputs), number=1, repeat=_TIMED))
+    sample = min(timeit.repeat(lambda: sample_probs(mean, covariance, noise), number=1, repeat=_TIMED))
     variances = covariance.diagonal(dim1=1, dim2=2)
-    bridge = _time_fastest(lambda: dirichlet.mean(dirichlet.from_gaussian(mean, variances)))
+    bridge = min(
+        timeit.repeat(lambda: dirichlet.mean(dirichlet.from_gaussian(mean, variances)), number=1, repeat=_TIMED)
+    )
     before = network + moments
-    return {
-        "seconds_network": network,
-        "seconds_moments": moments,
-        "seconds_sample": sample,
-        "seconds_bridge": bridge,
-        "faster_alone": sample / bridge,
-        "faster_whole": (before + sample) / (before + bridge),
-    }
+    found = {"network": network, "moments": moments, "sample": sample, "bridge": bridge}
+    faster = {"faster_alone": sample / bridge, "faster_whole": (before + sample) / (before + bridge)}
+    return {f"seconds_{name}": value for name, value in found.items()} | faster
 
 
-def _time_fastest(work: Callable[[], object]) -> float:
-    took = []
-    for _ in range(_TIMED):
-        began = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - began)
-    return min(took)
-
-
-def _scores(
-    confidences: Mapping[str, Mapping[str, NDArray[Any]]], generator: torch.Generator
+def score_methods(
+    confidences: Mapping[str, Mapping[str, NDArray[Any]]], generator: Generator
 ) -> dict[str, tuple[float, float]]:
     """Return mean confidences and AUROCs, each with its bootstrap standard error over images."""
     rng = seed_bootstrap(generator)
@@ -198,7 +241,7 @@ def _scores(
     return found
 
 
-def seed_bootstrap(generator: torch.Generator) -> np.random.Generator:
+def seed_bootstrap(generator: Generator) -> np.random.Generator:
     """Return the random numbers of a bootstrap, seeded by the generator's next."""
     return np.random.default_rng(int(torch.randint(2**31, (1,), generator=generator)))
 
@@ -212,14 +255,13 @@ def compute_auroc(inside: NDArray[Any], outside: NDArray[Any], rng: np.random.Ge
 
 
 def _network_probs(target: NetworkTarget, inputs: Tensor) -> Tensor:
-    return target.layout.logits(inputs, digit_network.weights(target).unsqueeze(0))[0].softmax(dim=1)
+    return target.layout.logits(inputs, weights(target).unsqueeze(0))[0].softmax(dim=1)
 
 
 # Variance of the bridge's Dirichlet for all ten digits, of a network that has seen the first three.
 #
-# Hobbhahn (2020), arXiv 2003.01227, section 5.1, figures 5.1 and 5.2. Published is the released covariance, the
-# inverse of H + 1/2 with H the mean over images and no factor N, and variances of the logits as they are; right that
-# of `digit_bridge`.
+# Hobbhahn (2020), arXiv 2003.01227, section 5.1, figures 5.1 and 5.2. Published is the released covariance, the inverse of H + 1/2 with
+# no factor N, and variances of the logits as they are; right as above.
 
 SEEN, DIGITS = 3, 10
 _VARIANCE = 2.0  # var0 of the released notebook
@@ -227,26 +269,20 @@ _SHOWN = (0, 1, 2, 4, 5, 9)  # digits; of each the image whose variance is neare
 _HALVINGS, _SAMPLES = 5, 100_000
 
 
-def measure_digit_variance(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
+def measure_digit_variance(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
     """Measure the variance of the predicted class on digits that were and were not seen.
 
-    Args:
-        settings: train, images of the three digits; epochs; curvature, images for H; images of the test set.
-
-    Returns:
-        variance_D of each digit D; variance_seen and variance_unseen, their means; highest_seen and lowest_unseen of the digits;
-        auroc of the variance and auroc_map of the network's own confidence. The suffix _published stands for that definition.
+    variance_D of each digit D; variance_seen and variance_unseen, their means; highest_seen and lowest_unseen of the digits; auroc of
+    the variance and auroc_map of the network's own confidence. The suffix _published stands for that definition.
     """
-    train = digit_network.read_images(inputs["train"], classes=SEEN, count=settings["train"])
-    test, labels = digit_network.read_images(inputs["test"], count=settings["images"])
-    target = digit_network.train_network(*train, classes=SEEN, epochs=settings["epochs"], generator=generator)
-    curvature = digit_network.compute_curvature(target, settings["curvature"])
+    train = read_images(files["train"], classes=SEEN, count=settings["train"])
+    test, labels = read_images(files["test"], count=settings["images"])
+    target = train_network(*train, classes=SEEN, epochs=settings["epochs"], generator=generator)
+    curvature = compute_curvature(target, settings["curvature"])
     few = target.inputs[: settings["curvature"]]
     tau = prior_precision(target, curvature, few, generator, draws=500)
     digits, values, arrays = labels.numpy(), {"prior_precision": Estimate(tau)}, {}
-    logits = target.layout.logits(test, digit_network.weights(target).unsqueeze(0))[0]
+    logits = target.layout.logits(test, weights(target).unsqueeze(0))[0]
     confidence = logits.softmax(dim=1).amax(dim=1).numpy()
     rng = seed_bootstrap(generator)
     values["auroc_map"] = _estimate_auroc(confidence, digits, rng)
@@ -255,7 +291,7 @@ def measure_digit_variance(
         ("", 1 / (target.num_examples * curvature + tau)),
         ("_published", 1 / (curvature + 1 / _VARIANCE)),
     ):
-        spread = digit_network.build_gaussian(target, variances).logits.spread
+        spread = build_gaussian(target, variances).logits.spread
         marginal = (spread.variance(test) if suffix else spread.projected_variance(test)).double()
         log_alpha = dirichlet.from_gaussian(logits, marginal)
         variance = predicted_variance(log_alpha)
@@ -264,35 +300,27 @@ def measure_digit_variance(
         points = build_vertices(_HALVINGS)
         for digit in _SHOWN:
             own = np.flatnonzero(digits == digit)
-            first = own[np.abs(variance[own] - variance[own].mean()).argmin()]
-            arrays[f"density{suffix} {digit}"] = dirichlet_shares(
-                log_alpha[first].exp().numpy(), points, _SAMPLES, generator
-            )
+            alpha = log_alpha[own[np.abs(variance[own] - variance[own].mean()).argmin()]].exp().numpy()
+            arrays[f"density{suffix} {digit}"] = dirichlet_shares(alpha, points, _SAMPLES, generator)
         task.advance()
     return Measurements(values, arrays)
 
 
 def draw_digit_variance(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw Figure 5.1 as a line over the digits, and the densities of figure 5.2."""
-    from bnncli.papers.figures import MeasuredLine, draw_lines, draw_triangles
-
-    lines = {}
-    for name, suffix in (("published", "_published"), ("right", "")):
-        each = [measured.values[f"variance_{digit}{suffix}"] for digit in range(DIGITS)]
-        lines[name] = MeasuredLine(range(DIGITS), [one.value for one in each], [one.standard_error for one in each])
+    suffixes = {"published": "_published", "right": ""}
+    lines = {
+        name: build_line({digit: measured.values[f"variance_{digit}{suffix}"] for digit in range(DIGITS)})
+        for name, suffix in suffixes.items()
+    }
     title = "The network was trained on the digits 0, 1 and 2"
-    variance = draw_lines(lines, title=title, x_label="digit", y_label="mean variance, predicted class")
+    variance = draw_measured_lines(lines, title=title, x_label="digit", y_label="mean variance, predicted class")
     rows = {
-        name: [measured.arrays[f"density{suffix} {digit}"] for digit in _SHOWN]
-        for name, suffix in (("published", "_published"), ("right", ""))
+        name: [measured.arrays[f"density{suffix} {digit}"] for digit in _SHOWN] for name, suffix in suffixes.items()
     }
     titles = [f"a {digit}, mean variance,\n{'trained on' if digit < SEEN else 'not trained on'}" for digit in _SHOWN]
-    return {
-        "variance": variance,
-        "densities": draw_triangles(
-            rows, titles, build_vertices(_HALVINGS), title="Densities over 0, 1 and 2 (corners 1, 2, 3)"
-        ),
-    }
+    title = "Densities over 0, 1 and 2 (corners 1, 2, 3)"
+    return {"variance": variance, "densities": draw_triangles(rows, titles, build_vertices(_HALVINGS), title=title)}
 
 
 def predicted_variance(log_alpha: Tensor) -> NDArray[np.float64]:
@@ -322,46 +350,31 @@ def _estimate_auroc(scores: NDArray[Any], digits: NDArray[Any], rng: np.random.G
     return Estimate(*compute_auroc(scores[digits < SEEN], scores[digits >= SEEN], rng))
 
 
-# How often the condition of proposition 1 holds: the variance of the bridge's most probable class grows with that
-# class's logit variance.
+# How often the condition of proposition 1 holds: the variance of the bridge's most probable class grows with that class's logit variance.
 #
-# Hobbhahn (2020), arXiv 2003.01227, proposition 1 and table 7.1, the rows of MNIST, which are empty there. The
-# network and its Gaussians are those of `digit_bridge`, by the published definition and by the right one.
+# Hobbhahn (2020), arXiv 2003.01227, proposition 1 and table 7.1, the rows of MNIST, which are empty there.
 
 
 def measure_proposition_frequency(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
+    settings: Settings, files: Files, generator: Generator, progress: Progress
 ) -> Measurements:
-    """Measure how often the condition holds.
-
-    Args:
-        settings: train, images of the network's training set; epochs; curvature, images for H; tuned, images for the prior's
-            precision; images of each set.
-
-    Returns:
-        frequency_S of each set S; the suffix _published stands for that definition.
-    """
-    train = digit_network.read_images(inputs["train"], count=settings["train"])
-    sets = {
-        name: digit_network.read_images(path, count=settings["images"])[0]
-        for name, path in inputs.items()
-        if name != "train"
-    }
-    target = digit_network.train_network(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
-    curvature = digit_network.compute_curvature(target, settings["curvature"])
+    """Measure frequency_S of the condition in each set S; the suffix _published stands for that definition."""
+    train = read_images(files["train"], count=settings["train"])
+    sets = {name: read_images(path, count=settings["images"])[0] for name, path in files.items()}
+    del sets["train"]
+    target = train_network(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
+    curvature = compute_curvature(target, settings["curvature"])
     tau = prior_precision(target, curvature, target.inputs[: settings["tuned"]], generator, draws=500)
-    right = digit_network.build_gaussian(target, 1 / (target.num_examples * curvature + tau)).logits
-    published = digit_network.build_gaussian(target, curvature + 1 / PUBLISHED_VARIANCE).logits
+    right = build_gaussian(target, 1 / (target.num_examples * curvature + tau)).logits
+    published = build_gaussian(target, curvature + 1 / PUBLISHED_VARIANCE).logits
     values, task = {}, progress.task("sets", len(sets))
     for name, images in sets.items():
-        logits = target.layout.logits(images, digit_network.weights(target).unsqueeze(0))[0]
-        for suffix, variance in (
-            ("", right.spread.projected_variance(images)),
-            ("_published", published.spread.variance(images)),
-        ):
-            values[f"frequency_{name}{suffix}"] = _share(
-                check_condition(dirichlet.from_gaussian(logits, variance.double()))
-            )
+        logits = target.layout.logits(images, weights(target).unsqueeze(0))[0]
+        variances = {"": right.spread.projected_variance(images), "_published": published.spread.variance(images)}
+        for suffix, variance in variances.items():
+            holds = check_condition(dirichlet.from_gaussian(logits, variance.double()))
+            share = float(holds.double().mean())
+            values[f"frequency_{name}{suffix}"] = Estimate(share, math.sqrt(share * (1 - share) / len(holds)))
         task.advance()
     return Measurements(values)
 
@@ -375,9 +388,3 @@ def check_condition(log_alpha: Tensor) -> Tensor:
     log_a, log_b = (one[:, 0] for one in dirichlet.beta_marginals(log_alpha, top))
     inverse = (-log_b).exp()
     return (log_a - log_b).exp() > ((9 + 10 * inverse + inverse**2).sqrt() - 1 - inverse) / 4
-
-
-def _share(holds: Tensor) -> Estimate:
-    """Return a share with the standard error of a binomial."""
-    share = float(holds.double().mean())
-    return Estimate(share, math.sqrt(share * (1 - share) / len(holds)))

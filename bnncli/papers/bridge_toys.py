@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.comparison import Estimate
 from bnncli.evaluation.detection import Ranking, auroc
+from bnncli.figures.fits import LinePanel, LinePanels, MeasuredLine, Series, draw_measured_lines
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.lazy import special, torch
 from bnncli.likelihoods import likelihood_of
@@ -19,7 +20,9 @@ from bnncli.models.checkpoints import load_checkpoint
 from bnncli.numerics import dirichlet
 from bnncli.numerics.dirichlet import RULES, cumulative_lengths, ranked_lengths
 from bnncli.papers.beyond_toys import compute_last_features
+from bnncli.papers.figures import draw_bases, draw_planes, draw_triangles
 from bnncli.papers.recipe import Files, Measurements, Settings
+from bnncli.papers.refinement_toys import One, measure_repeats
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.progress import Progress
@@ -28,16 +31,13 @@ from bnncli.targets.network import NetworkTarget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor, nn
+    from torch import Generator, Tensor, nn
 
-# How many samples of a softmax of Gaussian logits say as much of its density on the simplex as the Laplace bridge's
-# Dirichlet does.
+# How many samples of a softmax of Gaussian logits say as much of its density on the simplex as the Laplace bridge's Dirichlet does.
 #
-# Hobbhahn (2020), arXiv 2003.01227, section 5.3 and figure 5.3. Densities are compared on the vertices of a triangle
-# that is halved five times (561 points, coordinates clipped to [1e-3, 1 - 1e-3]): samples as shares of vertices to
-# which they are nearest, the truth being 100,000 of them, the Dirichlet as its density at the vertices, normalised.
-# KL(truth || approximation) with shares of at least 1e-20. The published bridge takes the Gaussian's variances as
-# they are; the right one those of the logits minus their mean.
+# Hobbhahn (2020), arXiv 2003.01227, section 5.3 and figure 5.3. Densities are compared on 561 vertices of a triangle that is halved
+# five times, coordinates clipped to [1e-3, 1 - 1e-3]: samples as shares of vertices to which they are nearest, the Dirichlet as its
+# normalised density at the vertices, by KL(truth || approximation) with shares of at least 1e-20.
 
 # The three Gaussians, by mean and covariance.
 GAUSSIANS = (
@@ -49,27 +49,19 @@ _LEAST_SHARE, _CLIP, _HALVINGS = 1e-20, 1e-3, 5
 _NEAREST_AT_ONCE = 2**14
 
 
-def measure_simplex_kl(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
-    """Measure the divergence of the bridge from each Gaussian i, and how many samples do as well.
+def measure_simplex_kl(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
+    """Measure kl_i and kl_projected_i of both bridges from each Gaussian i, and samples_i that have the divergence of the first.
 
-    Args:
-        settings: truth, samples that stand for the truth; sizes, numbers of samples to try; repeats of all draws.
-
-    Returns:
-        kl_i and kl_projected_i, of both bridges, and samples_i, the number of samples with the divergence of the first.
+    `truth` samples stand for the truth; `sizes` are numbers of samples to try.
     """
-    points, values, arrays = build_vertices(_HALVINGS), {}, {}
-    sizes, repeats = list(settings["sizes"]), int(settings["repeats"])
+    points, values, arrays = build_vertices(_HALVINGS), dict[str, Estimate](), {}
+    sizes, repeats = settings["sizes"], settings["repeats"]
     arrays["sizes"] = np.array(sizes, dtype=float)
     task = progress.task("simplex", len(GAUSSIANS) * repeats)
     for number, (mean, covariance) in enumerate(GAUSSIANS, start=1):
         gaussian = torch.tensor(mean, dtype=torch.float64), torch.tensor(covariance, dtype=torch.float64)
-        bridges = {
-            "kl": bridge_shares(*gaussian, points),
-            "kl_projected": bridge_shares(*project_moments(*gaussian), points),
-        }
+        projected = bridge_shares(*project_moments(*gaussian), points)
+        bridges = {"kl": bridge_shares(*gaussian, points), "kl_projected": projected}
         found: dict[str, list[float]] = {name: [] for name in (*bridges, "samples")}
         curves = []
         for _ in range(repeats):
@@ -80,15 +72,12 @@ def measure_simplex_kl(
             found["samples"].append(find_crossing(sizes, curves[-1], found["kl"][-1]))
             task.advance()
         arrays[f"curve {number}"] = np.array(curves)
-        for name, each in found.items():
-            values[f"{name}_{number}"] = Estimate.of_repeats(each)
+        values |= {f"{name}_{number}": Estimate.of_repeats(each) for name, each in found.items()}
     return Measurements(values, arrays)
 
 
 def draw_simplex_kl(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw KL divergence against samples, of each Gaussian with the level of its bridge."""
-    from bnncli.papers.figures import MeasuredLine, draw_lines
-
     sizes, lines = measured.arrays["sizes"].tolist(), {}
     for number in range(1, len(GAUSSIANS) + 1):
         curves = measured.arrays[f"curve {number}"]
@@ -97,14 +86,8 @@ def draw_simplex_kl(measured: Measurements, settings: Settings) -> Mapping[str, 
         level = measured.values[f"kl_{number}"]
         ends = [sizes[0], sizes[-1]]
         lines[f"bridge, Gaussian {number}"] = MeasuredLine(ends, [level.value] * 2, [level.standard_error] * 2)
-    figure = draw_lines(
-        lines,
-        title="Density on the simplex",
-        x_label="samples",
-        y_label="KL divergence from the truth, nats",
-        log="xy",
-    )
-    return {"divergence": figure}
+    labels = {"x_label": "samples", "y_label": "KL divergence from the truth, nats"}
+    return {"divergence": draw_measured_lines(lines, title="Density on the simplex", **labels, log="xy")}
 
 
 def build_vertices(halvings: int) -> NDArray[np.float64]:
@@ -115,18 +98,21 @@ def build_vertices(halvings: int) -> NDArray[np.float64]:
 
 
 def sample_shares(
-    mean: Tensor, covariance: Tensor, points: NDArray[np.float64], count: int, generator: torch.Generator
+    mean: Tensor, covariance: Tensor, points: NDArray[np.float64], count: int, generator: Generator
 ) -> NDArray[np.float64]:
     """Return shares (n,) of samples of softmax(N(mean (3,), covariance (3, 3))) that are nearest to each of points (n, 3)."""
-    root = torch.linalg.cholesky(covariance)
-    draws = mean + torch.randn(count, len(mean), dtype=torch.float64, generator=generator) @ root.T
-    found = torch.zeros(len(points), dtype=torch.float64)
-    places = torch.from_numpy(points)
+    draws = _draws(mean, covariance, count, generator).softmax(dim=1)
+    return _count_nearest(draws, points)
+
+
+def _count_nearest(draws: Tensor, points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return shares (n,) of draws (S, 3) that are nearest to each of points (n, 3)."""
+    found, places = torch.zeros(len(points), dtype=torch.float64), torch.from_numpy(points)
     half_norms = -places.square().sum(dim=1) / 2
-    for block in draws.softmax(dim=1).split(_NEAREST_AT_ONCE):
+    for block in draws.split(_NEAREST_AT_ONCE):
         nearest = torch.addmm(half_norms, block, places.T).argmax(dim=1)  # p.q - |q|^2 / 2 falls with the distance
         found += torch.bincount(nearest, minlength=len(points)).double()
-    return (found / count).numpy()
+    return (found / len(draws)).numpy()
 
 
 def bridge_shares(mean: Tensor, covariance: Tensor, points: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -160,11 +146,11 @@ def find_crossing(sizes: Sequence[int], curve: Sequence[float], level: float) ->
     return float(sizes[-1])
 
 
-# Densities on the simplex: a softmax of Gaussian logits beside the Dirichlet that the Laplace bridge makes of it, and
-# both bases of a Beta.
+# Densities on the simplex: a softmax of Gaussian logits beside the Dirichlet that the Laplace bridge makes of it, and both bases of a
+# Beta.
 #
-# Hobbhahn (2020), arXiv 2003.01227, chapters 1 and 2, figures 1.1 and 2.1 to 2.3. Distances are total variations: of
-# shares of samples at the 561 vertices of `simplex_kl` on the triangle, of densities on the interval.
+# Hobbhahn (2020), arXiv 2003.01227, chapters 1 and 2, figures 1.1 and 2.1 to 2.3. Distances are total variations: of shares of samples
+# at the vertices above, of densities on the interval.
 
 CONCENTRATIONS = ((2.0, 2.0, 6.0), (11.0, 11.0, 51.0))  # of figure 1.1
 BETAS = ((0.8, 0.7), (2.0, 3.0), (6.0, 2.0))  # the first is bounded by nothing: figure 2.1, whose own are not given
@@ -174,24 +160,18 @@ _Floats = NDArray[np.float64]
 
 
 def measure_simplex_densities(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
+    settings: Settings, files: Files, generator: Generator, progress: Progress
 ) -> Measurements:
     """Measure distances of densities on the simplex.
 
-    Args:
-        settings: samples on the triangle.
-
-    Returns:
-        mean_shift and mode_shift, the largest differences between the two Dirichlets of figure 1.1. tv_N and tv_projected_N, of the
-        published bridge and of the one of logits minus their mean; N is 1 and 2 of figure 1.1 and 3 to 5 of section 5.3.
-        spread_truth_S and spread_bridge_S, summed variances for each scale S of a covariance, in percent. And what `of_beta`
-        measures of each Beta, with its number.
+    mean_shift and mode_shift, the largest differences between the two Dirichlets of figure 1.1. tv_N and tv_projected_N, of the published
+    bridge and of the one of logits minus their mean; N is 1 and 2 of figure 1.1 and 3 to 5 of section 5.3. spread_truth_S and
+    spread_bridge_S, summed variances for each scale S of a covariance, in percent. And what `measure_beta` says of each Beta.
     """
-    first, second = (np.array(alpha) for alpha in CONCENTRATIONS)
-    values = {
-        "mean_shift": float(np.abs(first / first.sum() - second / second.sum()).max()),
-        "mode_shift": float(np.abs(_mode(first) - _mode(second)).max()),
-    }
+    alphas = [np.array(alpha) for alpha in CONCENTRATIONS]
+    means, modes = ([(alpha - less) / (alpha - less).sum() for alpha in alphas] for less in (0, 1))
+    shifts = {"mean_shift": np.abs(means[0] - means[1]), "mode_shift": np.abs(modes[0] - modes[1])}
+    values = {name: float(shift.max()) for name, shift in shifts.items()}
     points, arrays = build_vertices(_HALVINGS), {}
     gaussians = [to_gaussian(alpha) for alpha in CONCENTRATIONS]
     gaussians += [(torch.tensor(mean).double(), torch.tensor(covariance).double()) for mean, covariance in GAUSSIANS]
@@ -201,7 +181,8 @@ def measure_simplex_densities(
         truth = sample_shares(gaussian[0], gaussian[1] + 1, points, settings["samples"], generator)
         arrays[f"truth {number}"] = truth
         for name, moments in (("bridge", gaussian), ("projected", project_moments(*gaussian))):
-            shares = dirichlet_shares(_concentration(*moments), points, settings["samples"], generator)
+            alpha = dirichlet.from_gaussian(moments[0][None], moments[1].diagonal()[None]).exp()[0].numpy()
+            shares = dirichlet_shares(alpha, points, settings["samples"], generator)
             arrays[f"{name} {number}"] = shares
             key = f"tv_{number}" if name == "bridge" else f"tv_{name}_{number}"
             values[key] = float(np.abs(truth - shares).sum() / 2)
@@ -219,21 +200,14 @@ def measure_simplex_densities(
 
 def draw_simplex_densities(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw the triangles of figures 1.1, 2.2 and 2.3, and the three bases of figure 2.1."""
-    from bnncli.papers.figures import BetaCurves, draw_bases, draw_triangles
-
     titles = [f"figure 1.1: alpha = {', '.join(f'{one:.0f}' for one in alpha)}" for alpha in CONCENTRATIONS]
     titles += [f"Gaussian {number} of section 5.3" for number in range(1, len(GAUSSIANS) + 1)]
-    rows = {
-        name: [measured.arrays[f"{key} {number}"] for number in range(1, len(titles) + 1)]
-        for name, key in (
-            ("samples", "truth"),
-            ("bridge, published", "bridge"),
-            ("bridge, logits\nminus their mean", "projected"),
-        )
-    }
+    names = {"truth": "samples", "bridge": "bridge, published", "projected": "bridge, logits\nminus their mean"}
+    numbers = range(1, len(titles) + 1)
+    rows = {name: [measured.arrays[f"{key} {number}"] for number in numbers] for key, name in names.items()}
     triangles = draw_triangles(rows, titles, build_vertices(_HALVINGS), title="Densities over three classes")
-    curves = [BetaCurves(f"Beta({a:g}, {b:g})", *compute_curves(a, b)) for a, b in BETAS]
-    return {"triangles": triangles, "bases": draw_bases(curves)}
+    bases = draw_bases({f"Beta({a:g}, {b:g})": compute_curves(a, b) for a, b in BETAS})
+    return {"triangles": triangles, "bases": bases}
 
 
 def to_gaussian(alpha: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -243,14 +217,10 @@ def to_gaussian(alpha: Sequence[float]) -> tuple[Tensor, Tensor]:
     return log_alpha - log_alpha.mean(), center @ torch.diag((-log_alpha).exp()) @ center
 
 
-def dirichlet_shares(alpha: _Floats, points: _Floats, count: int, generator: torch.Generator) -> _Floats:
+def dirichlet_shares(alpha: _Floats, points: _Floats, count: int, generator: Generator) -> _Floats:
     """Return shares (n,) of samples of a Dirichlet (3,) that are nearest to each of points (n, 3)."""
     seed = int(torch.randint(2**31, (1,), generator=generator))
-    draws = np.random.default_rng(seed).dirichlet(alpha, size=count)
-    nearest = np.concatenate(
-        [(block @ points.T - np.square(points).sum(axis=1) / 2).argmax(axis=1) for block in np.array_split(draws, 32)]
-    )
-    return np.bincount(nearest, minlength=len(points)) / count
+    return _count_nearest(torch.from_numpy(np.random.default_rng(seed).dirichlet(alpha, size=count)), points)
 
 
 def measure_beta(a: float, b: float) -> dict[str, float]:
@@ -293,16 +263,7 @@ def compute_curves(a: float, b: float) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _mode(alpha: _Floats) -> _Floats:
-    return (alpha - 1) / (alpha.sum() - len(alpha))
-
-
-def _concentration(mean: Tensor, covariance: Tensor) -> _Floats:
-    alpha: _Floats = dirichlet.from_gaussian(mean[None], covariance.diagonal()[None]).exp()[0].numpy()
-    return alpha
-
-
-def _draws(mean: Tensor, covariance: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def _draws(mean: Tensor, covariance: Tensor, count: int, generator: Generator) -> Tensor:
     noise = torch.randn(count, len(mean), dtype=torch.float64, generator=generator)
     return mean + noise @ torch.linalg.cholesky(covariance).T
 
@@ -324,13 +285,11 @@ def _beta_of_logit(z: _Floats, a: float, b: float) -> _Floats:
     return density
 
 
-# Uncertainty of a small network on four Gaussians in the plane, near them and far away: Laplace's against the
-# bridge's.
+# Uncertainty of a small network on four Gaussians in the plane, near them and far away: Laplace's against the bridge's.
 #
-# Hobbhahn (2020), arXiv 2003.01227, section 5.4 and figure 5.4, of which neither data nor settings nor code are
-# given. Four layers of 100 ReLU units; the posterior is that of all weights, by the Gauss-Newton matrix: its
-# diagonal, Kronecker factors, and the whole of it, which is inverted in the space of the data's logits. The bridge
-# takes the diagonal's logits.
+# Hobbhahn (2020), arXiv 2003.01227, section 5.4 and figure 5.4, of which neither data nor settings nor code are given. Four layers of
+# 100 ReLU units; the posterior is that of all weights, by the Gauss-Newton matrix: its diagonal, Kronecker factors, and the whole of it,
+# which is inverted in the space of the data's logits. The bridge takes the diagonal's logits.
 
 CENTERS = ((2.0, 2.0), (2.0, -2.0), (-2.0, 2.0), (-2.0, -2.0))
 _DEVIATION = 0.7  # of each Gaussian
@@ -339,99 +298,68 @@ _FAR = 6.0  # standard deviations from every centre
 _BLOCK = 256  # of grid points whose derivatives are held together
 # What is said to be better than what, in the text.
 _COMPARED = (
-    ("diag", "map"),
-    ("kron", "diag"),
-    ("exact", "kron"),
-    ("bridge_entropy", "map"),
-    ("bridge_variance", "map"),
-    ("bridge_weighted", "map"),
-    ("bridge_weighted", "bridge_entropy"),
-    ("kron", "bridge_weighted"),
-    ("exact", "bridge_weighted"),
-    ("exact_bridge_weighted", "map"),
+    *(("diag", "map"), ("kron", "diag"), ("exact", "kron"), ("bridge_entropy", "map"), ("bridge_variance", "map")),
+    *(("bridge_weighted", "map"), ("bridge_weighted", "bridge_entropy"), ("kron", "bridge_weighted")),
+    *(("exact", "bridge_weighted"), ("exact_bridge_weighted", "map")),
 )
 
 
-def measure_toy_gaussians(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
+def measure_toy_gaussians(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
     """Measure how each uncertainty X tells points far from the Gaussians from new points near them.
 
-    Args:
-        settings: per_class, points to train on; steps of training; precision of the prior; draws of the logits; repeats, networks.
-
-    Returns:
-        auroc_X; far_X, the mean entropy far away; gain_X_over_Y, differences of AUROCs of the same networks.
+    auroc_X; far_X, the mean entropy far away; gain_X_over_Y, differences of AUROCs of the same networks.
     """
-    found: dict[str, list[float]] = {}
-    arrays: dict[str, NDArray[Any]] = {}
-    task = progress.task("networks", settings["repeats"])
-    grid = build_plane()
-    far = (torch.cdist(grid, torch.tensor(CENTERS)).min(dim=1).values > _FAR * _DEVIATION).numpy()
-    for _ in range(settings["repeats"]):
+    line = torch.linspace(-_LIMIT, _LIMIT, _SIDE)
+    grid = torch.stack([line.repeat(_SIDE), line.repeat_interleave(_SIDE)], dim=1)  # row by row from below
+    is_far = (torch.cdist(grid, torch.tensor(CENTERS)).min(dim=1).values > _FAR * _DEVIATION).numpy()
+
+    def measure_one() -> One:
         train, labels = draw_points(settings["per_class"], generator)
         near, _ = draw_points(settings["per_class"], generator)
         target = train_network(train, labels, settings, generator)
         doubts = compute_uncertainties(target, torch.cat([near, grid]), settings["draws"], generator)
-        scores = {name: value.numpy() for name, value in doubts.items()}
-        areas = {}
-        for name, value in scores.items():
-            (areas[name],) = Ranking(-value[: len(near)], -value[len(near) :][far]).estimate([auroc])
-            found.setdefault(f"auroc_{name}", []).append(areas[name])
-            if not name.endswith(("variance", "weighted")):
-                found.setdefault(f"far_{name}", []).append(float(value[len(near) :][far].mean()))
-        for better, other in _COMPARED:
-            found.setdefault(f"gain_{better}_over_{other}", []).append(areas[better] - areas[other])
-        if not arrays:
-            arrays = {f"map {name}": value[len(near) :].reshape(_SIDE, _SIDE) for name, value in scores.items()}
-            arrays |= {"points": train.numpy(), "labels": labels.numpy()}
-        task.advance()
-    return Measurements({name: Estimate.of_repeats(each) for name, each in found.items()}, arrays)
+        inside = {name: value[: len(near)].numpy() for name, value in doubts.items()}
+        maps = {name: value[len(near) :].numpy() for name, value in doubts.items()}
+        areas = {name: Ranking(-inside[name], -maps[name][is_far]).estimate([auroc])[0] for name in doubts}
+        values = {f"auroc_{name}": area for name, area in areas.items()}
+        entropies = {name: one for name, one in maps.items() if not name.endswith(("variance", "weighted"))}
+        values |= {f"far_{name}": float(one[is_far].mean()) for name, one in entropies.items()}
+        values |= {f"gain_{better}_over_{other}": areas[better] - areas[other] for better, other in _COMPARED}
+        arrays = {f"map {name}": one.reshape(_SIDE, _SIDE) for name, one in maps.items()}
+        return values, arrays | {"points": train.numpy(), "labels": labels.numpy()}
+
+    task = progress.task("networks", settings["repeats"])
+    return Measurements(*measure_repeats(measure_one, settings["repeats"], task))
 
 
 def draw_toy_gaussians(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw the maps of figure 5.4, of the first network, with the points that it was trained on."""
-    from bnncli.papers.figures import Plane, draw_planes
-
     titles = {
-        "map": "network: entropy",
-        "diag": "diagonal: entropy",
-        "kron": "Kronecker: entropy",
-        "exact": "whole: entropy",
-        "bridge_entropy": "bridge: entropy",
-        "bridge_variance": "bridge: variance",
-        "bridge_weighted": "bridge: weighted mean, doubt",
-        "exact_bridge_weighted": "bridge of whole: weighted, doubt",
-    }
-    planes = [
-        Plane(
-            f"{title}\nAUROC {measured.values[f'auroc_{name}'].value:.3f}",
-            measured.arrays[f"map {name}"],
-            math.log(len(CENTERS)) if "entropy" in title else None,
-        )
-        for name, title in titles.items()
-    ]
+        "map": "network: entropy", "diag": "diagonal: entropy", "kron": "Kronecker: entropy", "exact": "whole: entropy",
+        "bridge_entropy": "bridge: entropy", "bridge_variance": "bridge: variance",
+        "bridge_weighted": "bridge: weighted mean, doubt", "exact_bridge_weighted": "bridge of whole: weighted, doubt",
+    }  # fmt: skip
+    planes = {}
+    for name, title in titles.items():
+        largest = math.log(len(CENTERS)) if "entropy" in title else None
+        area = measured.values[f"auroc_{name}"].value
+        planes[f"{title}\nAUROC {area:.3f}"] = (measured.arrays[f"map {name}"], largest)
     title = "Uncertainty of four classes (dark: certain)"
     where = (measured.arrays["points"], measured.arrays["labels"])
     return {"uncertainty": draw_planes(planes, limit=_LIMIT, points=where, title=title)}
 
 
-def build_plane() -> Tensor:
-    """Return the points of the grid (G, 2), row by row from below."""
-    line = torch.linspace(-_LIMIT, _LIMIT, _SIDE)
-    return torch.stack([line.repeat(_SIDE), line.repeat_interleave(_SIDE)], dim=1)
-
-
-def draw_points(per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_points(per_class: int, generator: Generator) -> tuple[Tensor, Tensor]:
     """Draw points (N, 2) of the four Gaussians, and their labels (N,)."""
     labels = torch.arange(len(CENTERS)).repeat_interleave(per_class)
     noise = torch.randn(len(labels), 2, generator=generator)
     return torch.tensor(CENTERS)[labels] + _DEVIATION * noise, labels
 
 
-def train_network(train: Tensor, labels: Tensor, settings: Settings, generator: torch.Generator) -> NetworkTarget:
+def train_network(train: Tensor, labels: Tensor, settings: Settings, generator: Generator) -> NetworkTarget:
     """Train a network and return its log posterior, at its own weights."""
-    module, likelihood = _network(generator), likelihood_of(len(CENTERS))
+    module = build_seeded(lambda: build(inputs=2, hidden=(100, 100, 100), classes=len(CENTERS)), generator)
+    likelihood = likelihood_of(len(CENTERS))
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings["steps"])
     for _ in range(settings["steps"]):
@@ -446,11 +374,23 @@ def train_network(train: Tensor, labels: Tensor, settings: Settings, generator: 
     return NetworkTarget(train, labels, layout, Prior(settings["precision"]))
 
 
-def compute_uncertainties(
-    target: NetworkTarget, inputs: Tensor, draws: int, generator: torch.Generator
-) -> dict[str, Tensor]:
+def build_seeded(build: Callable[[], nn.Module], generator: Generator) -> nn.Module:
+    """Build a network whose first weights depend on the generator alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
+        return build()
+
+
+def weights(target: NetworkTarget) -> Tensor:
+    """Return the network's own weights (P,)."""
+    network = target.layout.network
+    assert network is not None
+    return torch.nn.utils.parameters_to_vector(network.module.parameters()).detach()
+
+
+def compute_uncertainties(target: NetworkTarget, inputs: Tensor, draws: int, generator: Generator) -> dict[str, Tensor]:
     """Return the uncertainty (n,) at inputs (n, 2) by each method of the figure, higher where less is certain."""
-    theta = parameters(target)
+    theta = weights(target)
     mean = target.layout.logits(inputs, theta.unsqueeze(0))[0].double()
     moments = {
         name: fit_gaussian(target, start=theta, structure=name, center="checkpoint")
@@ -464,16 +404,9 @@ def compute_uncertainties(
         noise = torch.randn(draws, mean.shape[1], dtype=torch.float64, generator=generator)
         logits = root_of_covariances(covariances).apply(noise).permute(0, 2, 1) + mean
         doubts[name] = _entropy(logits.softmax(dim=2).mean(dim=0))
-    doubts |= _compute_bridge_uncertainties(mean, moments["diag"])
-    doubts["exact_bridge_weighted"] = _compute_bridge_uncertainties(mean, moments["exact"])["bridge_weighted"]
+    doubts |= compute_bridge_uncertainties(mean, moments["diag"])
+    doubts["exact_bridge_weighted"] = compute_bridge_uncertainties(mean, moments["exact"])["bridge_weighted"]
     return doubts
-
-
-def parameters(target: NetworkTarget) -> Tensor:
-    """Return the network's own weights (P,), as they lie in theta."""
-    network = target.layout.network
-    assert network is not None
-    return torch.nn.utils.parameters_to_vector(network.module.parameters()).detach()
 
 
 def compute_covariances(target: NetworkTarget, inputs: Tensor) -> Tensor:
@@ -481,7 +414,7 @@ def compute_covariances(target: NetworkTarget, inputs: Tensor) -> Tensor:
 
     (J J^T - J A^T (A A^T + lambda)^-1 A J^T) / lambda: as large as the data's logits, not as theta.
     """
-    theta, precision = parameters(target), target.prior.weight_precision
+    theta, precision = weights(target), target.prior.weight_precision
     jacobian = _jacobians(target, theta, target.inputs)
     probs = target.layout.logits(target.inputs, theta.unsqueeze(0))[0].double().softmax(dim=1)
     roots = torch.diag_embed(probs.sqrt()) - probs.unsqueeze(2) * probs.sqrt().unsqueeze(1)
@@ -497,7 +430,7 @@ def compute_covariances(target: NetworkTarget, inputs: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _compute_bridge_uncertainties(mean: Tensor, covariances: Tensor) -> dict[str, Tensor]:
+def compute_bridge_uncertainties(mean: Tensor, covariances: Tensor) -> dict[str, Tensor]:
     """Return uncertainties of the bridge's Dirichlet, with variances as they are: entropy of the mean, variance, and the weighted mean.
 
     The weighted one is the predicted class's probability times 1 - 4 Var, which lies between 0 and 1, for it is not given either.
@@ -513,12 +446,6 @@ def _compute_bridge_uncertainties(mean: Tensor, covariances: Tensor) -> dict[str
     }
 
 
-def _network(generator: torch.Generator) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
-        return build(inputs=2, hidden=(100, 100, 100), classes=len(CENTERS))
-
-
 def _jacobians(target: NetworkTarget, theta: Tensor, inputs: Tensor) -> Tensor:
     """Return derivatives of the logits by theta, (n, K, P) float64."""
 
@@ -532,37 +459,29 @@ def _entropy(probs: Tensor) -> Tensor:
     return torch.special.entr(probs).sum(dim=1)
 
 
-# Uncertainty-aware top-k by the Laplace bridge with the released covariance, which has no factor N, and with the
-# right one.
+# Uncertainty-aware top-k by the Laplace bridge with the released covariance, which has no factor N, and with the right one.
 #
-# Hobbhahn (2020), arXiv 2003.01227, section 5.5: a diagonal Gaussian over the last layer, of the Gauss-Newton matrix.
-# The released notebook adds the inverse of a prior variance to the matrix's mean over images, in the place of its
-# sum: nearly the prior again, as the mean is small.
+# Hobbhahn (2020), arXiv 2003.01227, section 5.5: a diagonal Gaussian over the last layer, of the Gauss-Newton matrix. The released
+# notebook adds the inverse of a prior variance to the matrix's mean over images, in the place of its sum: nearly the prior again.
 
 _CAP = 10  # classes, as published
 
 
 def measure_overlapping_classes(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
+    settings: Settings, files: Files, generator: Generator, progress: Progress
 ) -> Measurements:
-    """Measure the classes that overlapping Betas keep, for each prior variance and RULE.
+    """Measure the classes that overlapping Betas keep, for each RULE and V thousandths of prior variance.
 
-    Args:
-        settings: variances of the prior; images to test.
-        inputs: net, a state dict of lenet5; train and test, NPZ files of x (N, 28, 28) uint8 and y.
-
-    Returns:
-        For V thousandths of prior variance: length_V_RULE, the mean number of classes kept; rescued_V_RULE and gain_V_RULE, how many
-        more labels are among them than are first, and than a plain rule keeps with as many classes; longer_V_RULE, the share of
-        images with several classes. With the suffix _right, of the covariance with the factor N. confidence_V, the bridge's mean
-        confidence over the network's.
+    length_V_RULE, the mean number of classes kept; rescued_V_RULE and gain_V_RULE, how many more labels are among them than are first,
+    and than a plain rule keeps with as many classes; longer_V_RULE, the share of images with several classes. With the suffix _right, of
+    the covariance with the factor N. confidence_V, the bridge's mean confidence over the network's.
     """
-    state = load_checkpoint(inputs["net"]).state
+    state = load_checkpoint(files["net"]).state
     head = torch.cat([state["ll.weight"], state["ll.bias"].unsqueeze(1)], dim=1).double()
-    with np.load(inputs["train"]) as stored:
+    with np.load(files["train"]) as stored:
         num_train = len(stored["y"])
-    curvature = mean_curvature(append_one(compute_last_features(inputs, num_train)[0]), head)
-    features, labels = compute_last_features({**inputs, "train": inputs["test"]}, settings["images"])
+    curvature = mean_curvature(append_one(compute_last_features(files, num_train)[0]), head)
+    features, labels = compute_last_features({**files, "train": files["test"]}, settings["images"])
     inner = append_one(features)
     logits = inner @ head.T
     values: dict[str, Estimate] = {}
@@ -578,9 +497,8 @@ def measure_overlapping_classes(
                 lengths = ranked_lengths(alpha, rule=rule, cap=_CAP)
                 found = measure_lengths(alpha, logits, lengths, labels)
                 values |= {f"{name}_{thousandths}_{rule}{suffix}": one for name, one in found.items()}
-                arrays[f"{thousandths} {rule}{suffix}"] = torch.bincount(lengths, minlength=_CAP + 1)[1:].numpy() / len(
-                    lengths
-                )
+                shares = torch.bincount(lengths, minlength=_CAP + 1)[1:].numpy() / len(lengths)
+                arrays[f"{thousandths} {rule}{suffix}"] = shares
     return Measurements(values, arrays)
 
 
@@ -612,8 +530,6 @@ def measure_lengths(alpha: Tensor, logits: Tensor, lengths: Tensor, labels: Tens
 
 def draw_overlapping_classes(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw how many images keep how many classes, as figure 5.6."""
-    from bnncli.figures.fits import LinePanel, LinePanels, Series
-
     lengths = list(range(1, _CAP + 1))
     panels = []
     for variance in settings["variances"]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
 
 from bnncli.artifacts.known_files import remember_checks
 from bnncli.commands.grid.running import GRACE, die_with
@@ -18,27 +17,13 @@ from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
 from bnncli.names import count_noun
 from bnncli.options.command import CommonOptions
-from bnncli.papers.runner import MadePart, RecipePart, Workshop
+from bnncli.papers.recipe import Part, Study
+from bnncli.papers.runner import MadePart, Workshop
 from bnncli.progress import Task
 from bnncli.system import signals
 from bnncli.system.devices import configure_torch
 
 _POLL = 0.2  # seconds between looks whether a signal has come
-
-
-class _Request(NamedTuple):
-    """A part to make, and the parts that it reads."""
-
-    part: RecipePart
-    known: dict[RecipePart, MadePart]
-
-
-class _Answer(NamedTuple):
-    """The part with its warnings, or why there is none."""
-
-    made: MadePart | None
-    warnings: list[str]
-    error: BnnError | None
 
 
 @dataclass
@@ -47,29 +32,23 @@ class _Worker:
 
     process: BaseProcess
     link: Connection
-    part: RecipePart | None = None
+    part: Part | None = None
 
-    def hand(self, request: _Request) -> None:
-        self.part = request.part
-        with contextlib.suppress(OSError):  # it is gone, as its answer will say
-            self.link.send(request)
-
-    def answer(self) -> _Answer:
-        """Return what it has made. Raises DeviceError if it ended without an answer."""
-        assert self.part is not None
+    def take_answer(self) -> tuple[Part, MadePart | None, list[str], BnnError | None]:
+        """Return the part, what came of it, warnings, and why nothing did. Raises DeviceError if it ended without an answer."""
+        part, self.part = self.part, None
+        assert part is not None
         try:
-            answer: _Answer = self.link.recv()
+            return part, *self.link.recv()
         except (EOFError, OSError):
             self.process.join(GRACE)
             code = self.process.exitcode
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit {code}"
             raise DeviceError(
-                f"the process for {self.part.name} ended unexpectedly, with "
-                f"{f'signal {-code}' if code is not None and code < 0 else f'exit {code}'}",
+                f"the process for {part.name} ended unexpectedly, with {how}",
                 hint="\0jobs\0 1 runs one part at a time and needs less memory",
                 code="process_lost",
             ) from None
-        self.part = None
-        return answer
 
 
 @dataclass
@@ -78,10 +57,10 @@ class JobPool:
 
     workshop: Workshop
     workers: list[_Worker]
-    ahead: list[RecipePart]
+    ahead: list[Part]
     task: Task
 
-    def finished(self, recipes: Mapping[str, Sequence[RecipePart]]) -> Iterator[str]:
+    def finished(self, recipes: Mapping[str, Sequence[Part]]) -> Iterator[str]:
         """Yield the name of each recipe as soon as its parts are made. Raises Interrupted, and whatever a part raises."""
         ahead = dict(recipes)
         while ahead:
@@ -95,34 +74,28 @@ class JobPool:
         """Hand out work, and take what is done within so many seconds."""
         self._hand_out()
         busy = {worker.link: worker for worker in self.workers if worker.part is not None}
-        if not busy:
-            return
-        names = [worker.part.name for worker in busy.values() if worker.part is not None]
-        self.task.advance(0, note=", ".join(names)[:60])
-        for link in wait(list(busy), timeout=timeout):
-            self._take(busy[link])  # type: ignore[index]  # all that it waits for are connections
+        self.task.advance(0, note=", ".join(worker.part.name for worker in busy.values() if worker.part)[:60])
+        for link in wait(list(busy), timeout=timeout) if busy else ():
+            part, made, warnings, error = busy[link].take_answer()  # type: ignore[index]  # all that it waits for are connections
+            for text in warnings:
+                self.workshop.run.console.warn(text)
+            if error is not None:
+                raise error
+            assert made is not None
+            self.workshop.made[part] = made
+            self.task.advance()
         self._hand_out()
 
     def _hand_out(self) -> None:
         """Give parts whose studies are made to workers that have none."""
-        studies = {part.name: (part, made) for part, made in self.workshop.made.items() if part.is_study}
+        studies = {part.name: (part, made) for part, made in self.workshop.made.items() if isinstance(part, Study)}
         for worker in self.workers:
-            ready = next((part for part in self.ahead if studies.keys() >= {*part.after}), None)
+            ready = next((part for part in self.ahead if studies.keys() >= part.after), None)
             if worker.part is None and ready is not None:
                 self.ahead.remove(ready)
-                worker.hand(_Request(ready, dict(studies[name] for name in ready.after)))
-
-    def _take(self, worker: _Worker) -> None:
-        part = worker.part
-        made, warnings, error = worker.answer()
-        for text in warnings:
-            self.workshop.run.console.warn(text)
-        if error is not None:
-            raise error
-        assert part is not None
-        assert made is not None
-        self.workshop.made[part] = made
-        self.task.advance()
+                worker.part = ready
+                with contextlib.suppress(OSError):  # it is gone, as its answer will say
+                    worker.link.send((ready, dict(studies[name] for name in ready.after)))
 
     def stop(self) -> None:
         """End the workers; unfinished work is saved as after any signal."""
@@ -145,19 +118,25 @@ class JobPool:
 
 @contextlib.contextmanager
 def open_job_pool(
-    workshop: Workshop, parts: Sequence[RecipePart], *, jobs: int, environment: Mapping[str, str]
+    workshop: Workshop, parts: Sequence[Part], *, jobs: int, environment: Mapping[str, str]
 ) -> Iterator[JobPool]:
     """Start workers for these parts, which end with the block.
 
     Args:
         environment: variables that each worker has beside those of this process.
     """
-    ahead = sorted(parts, key=lambda part: -part.seconds)
+    scale = workshop.options.scale
+    ahead = sorted(parts, key=lambda part: -part.seconds.get(scale, 0.0))
     found = JobPool(workshop, [], ahead, workshop.run.console.task("parts", len(ahead)))
+    before = {name: os.environ.get(name) for name in environment}
     try:
-        with _environment(environment):
+        try:
+            os.environ.update(environment)
             for _ in range(jobs):
                 found.workers.append(_start(workshop))
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
         yield found
     finally:
         found.stop()
@@ -172,21 +151,6 @@ def _start(workshop: Workshop) -> _Worker:
     process.start()
     theirs.close()
     return _Worker(process, ours)
-
-
-@contextlib.contextmanager
-def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables for processes that start inside the block."""
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _work(link: Connection, workshop: Workshop, common: CommonOptions, parent: int) -> None:
@@ -204,8 +168,8 @@ def _work(link: Connection, workshop: Workshop, common: CommonOptions, parent: i
             try:
                 own.make(part)
             except BnnError as error:
-                link.send(_Answer(None, console.warnings, error))
+                link.send((None, console.warnings, error))
             else:
-                link.send(_Answer(own.made[part], console.warnings, None))
+                link.send((own.made[part], console.warnings, None))
     if signals.has_abandoned_work():
         os._exit(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from bnncli.errors import DataError
 from bnncli.evaluation.comparison import Estimate
-from bnncli.lazy import torch
-from bnncli.papers.digit_network import read_images
+from bnncli.figures.fits import LinePanel, LinePanels, Series
+from bnncli.papers.bridge_digits import read_images
+from bnncli.papers.figures import draw_rows
 from bnncli.papers.recipe import Files, Measurements, Settings
 from bnncli.progress import Progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from bnncli.figures.fits import Series
+    from torch import Generator
 
 # Entropies out of the table that `bnncli predict --table FILE.npz` writes.
 
@@ -46,32 +46,19 @@ def read_entropies(path: Path, posterior: str, split: str, *, variant: str = "mc
     return np.asarray(columns["entropy"][chosen][order], dtype=np.float64)
 
 
-# How the entropies of predictions are distributed, in and out of distribution: empirical distribution functions and
-# histograms.
+# How the entropies of predictions, -sum_k p_k log p_k of the mean probabilities of ten draws, are distributed in and out of distribution.
 #
-# Skaaret-Lund (2022), section 5.4: the entropy -sum_k p_k log p_k of the mean probabilities of ten draws; the
-# empirical distribution function rises by 1/N at each image, so that curves to the lower right are of less certain
-# predictions.
+# Skaaret-Lund (2022), section 5.4.
 
 _SIDES = {"test": "in distribution", "other": "out of distribution"}  # splits
 _BINS = 30
 
 
-def measure_entropy_curves(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
-    """Measure the distribution of entropies in and out of distribution.
-
-    Args:
-        settings: methods, names of posteriors by what they are called; hundredths of a nat.
-        inputs: a table of predict for each data set that networks were trained on.
-
-    Returns:
-        below_SET_SPLIT_METHOD_P, the share of images whose entropy is at most P hundredths of a nat, and median_SET_SPLIT_METHOD.
-    """
+def measure_entropy_curves(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
+    """Measure below_SET_SPLIT_METHOD_P, the share of entropies of at most P hundredths of a nat, and median_SET_SPLIT_METHOD."""
     values: dict[str, Estimate] = {}
     arrays: dict[str, NDArray[np.float64]] = {}
-    for data_set, path in inputs.items():
+    for data_set, path in files.items():
         for split in _SIDES:
             for method, posterior in settings["methods"].items():
                 found = np.sort(read_entropies(path, posterior, split))
@@ -86,79 +73,60 @@ def measure_entropy_curves(
 
 def draw_entropy_curves(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw the distribution functions of both splits, and histograms of the other one's."""
-    from bnncli.figures.fits import LinePanel, LinePanels
-
     sets = list(dict.fromkeys(name.split(" ")[0] for name in measured.arrays))
-    figures = {}
-    for split, side in _SIDES.items():
+
+    def draw(
+        name: str, title: str, label: str, split: str, line_of: Callable[[str, NDArray[np.float64]], Series]
+    ) -> Figure:
         panels = [
-            LinePanel(f"trained on {one}", "entropy, nats", "share of images", _curves(measured, one, split, settings))
+            LinePanel(f"trained on {one}", "entropy, nats", label, [
+                line_of(method, measured.arrays[f"{one} {split} {method}"]) for method in settings["methods"]
+            ])
             for one in sets
-        ]
-        figures[f"ecdf-{split}"] = LinePanels(f"ecdf-{split}", f"Entropies {side}", "", panels).draw()
-    panels = [
-        LinePanel(f"trained on {one}", "entropy, nats", "density", _histograms(measured, one, "other", settings))
-        for one in sets
-    ]
-    figures["histograms"] = LinePanels("histograms", "Entropies out of distribution", "", panels).draw()
-    return figures
+        ]  # fmt: skip
+        return LinePanels(name, title, "", panels).draw()
+
+    figures = {
+        f"ecdf-{split}": draw(f"ecdf-{split}", f"Entropies {side}", "share of images", split, _steps)
+        for split, side in _SIDES.items()
+    }
+    histograms = draw("histograms", "Entropies out of distribution", "density", "other", _histogram)
+    return figures | {"histograms": histograms}
 
 
-def _curves(measured: Measurements, data_set: str, split: str, settings: Settings) -> list[Series]:
-    """Return the steps of each method."""
-    from bnncli.figures.fits import Series
-
-    found = {method: measured.arrays[f"{data_set} {split} {method}"] for method in settings["methods"]}
-    return [
-        Series(method, np.repeat(values, 2).tolist(), np.repeat(np.arange(len(values) + 1), 2)[1:-1] / len(values))  # type: ignore[arg-type]
-        for method, values in found.items()
-    ]
+def _steps(name: str, values: NDArray[np.float64]) -> Series:
+    """Return the empirical distribution function, which rises by 1/N at each image."""
+    heights = np.repeat(np.arange(len(values) + 1), 2)[1:-1] / len(values)
+    return Series(name, np.repeat(values, 2).tolist(), heights.tolist())
 
 
-def _histograms(measured: Measurements, data_set: str, split: str, settings: Settings) -> list[Series]:
+def _histogram(name: str, values: NDArray[np.float64]) -> Series:
     """Return densities over bins up to the largest entropy that ten classes have."""
-    from bnncli.figures.fits import Series
-
-    series = []
-    for method in settings["methods"]:
-        values = measured.arrays[f"{data_set} {split} {method}"]
-        density, edges = np.histogram(values, _BINS, (0, math.log(10)), density=True)
-        series.append(Series(method, np.repeat(edges, 2)[1:-1].tolist(), np.repeat(density, 2).tolist()))
-    return series
+    density, edges = np.histogram(values, _BINS, (0, math.log(10)), density=True)
+    return Series(name, np.repeat(edges, 2)[1:-1].tolist(), np.repeat(density, 2).tolist())
 
 
 # Images of each class of whose predictions a network is most, and least, certain, and what these have in common.
 #
-# Skaaret-Lund (2022), section 5.4, figures 5.9 to 5.11: of the first 1,000 images, ten of each class, the five with
-# the lowest entropy and the five with the highest. What the text says of their looks is measured: lines are thicker
-# where the mean intensity of an image is higher, and images are alike where their mean distance to each other is
-# small.
+# Skaaret-Lund (2022), section 5.4, figures 5.9 to 5.11. What the text says of their looks is measured: lines are thicker where the mean
+# intensity of an image is higher, and images are alike where their mean distance to each other is small.
 
 _SHOWN = 5  # at each end
 
 
-def measure_certain_images(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
-    """Measure how the most and the least certain images of each class look.
+def measure_certain_images(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
+    """Measure how the most and the least certain images of each class look; means over classes.
 
-    Args:
-        settings: images, at most, and posterior.
-        inputs: for each SET its table of predict, and SET_images, an NPZ file of x (N, 28, 28) uint8 and y.
-
-    Returns:
-        Means over classes. thicker_SET, by how much the mean intensity of the most certain images exceeds that of the least certain,
-        in [-1, 1]; alike_SET, by how much the mean distance between the least certain exceeds that between the most certain.
+    thicker_SET, by how much the mean intensity of the most certain images exceeds that of the least certain, in [-1, 1]; alike_SET, by
+    how much the mean distance between the least certain exceeds that between the most certain.
     """
     values: dict[str, Estimate] = {}
     arrays: dict[str, NDArray[Any]] = {}
-    for data_set in (name for name in inputs if f"{name}_images" in inputs):
-        found = read_entropies(inputs[data_set], settings["posterior"], "test")[: settings["images"]]
-        pixels, labels = read_images(inputs[f"{data_set}_images"], count=len(found))
+    for data_set in (name for name in files if f"{name}_images" in files):
+        found = read_entropies(files[data_set], settings["posterior"], "test")[: settings["images"]]
+        pixels, labels = read_images(files[f"{data_set}_images"], count=len(found))
         rows = [select_ends(found, np.flatnonzero(labels.numpy() == label)) for label in range(int(labels.max()) + 1)]
-        shown = np.stack(
-            [pixels.squeeze(1).numpy()[row] for row in rows if len(row)]
-        )  # classes, both ends, height, width
+        shown = np.stack([pixels[:, 0].numpy()[row] for row in rows if len(row)])  # classes, both ends, height, width
         thicker = [row[:_SHOWN].mean() - row[_SHOWN:].mean() for row in shown]
         alike = [measure_distance(row[_SHOWN:]) - measure_distance(row[:_SHOWN]) for row in shown]
         values |= {f"thicker_{data_set}": Estimate.of_repeats(thicker), f"alike_{data_set}": Estimate.of_repeats(alike)}
@@ -174,16 +142,12 @@ def select_ends(entropy: NDArray[np.float64], rows: NDArray[np.intp]) -> NDArray
 
 def measure_distance(shown: NDArray[np.float32]) -> float:
     """Return the mean distance of images (n, height, width) to each other: root mean square over pixels."""
-    flat = shown.reshape(len(shown), -1).astype(np.float64)
-    distances = np.sqrt(np.square(flat[:, None] - flat[None]).mean(axis=2))
-    return float(distances.sum() / (len(shown) * (len(shown) - 1)))
+    from scipy.spatial.distance import pdist  # slow to import
+
+    return float(pdist(shown.reshape(len(shown), -1)).mean()) / math.sqrt(shown[0].size)
 
 
 def draw_certain_images(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw a figure for each data set: a row for each class."""
-    from bnncli.papers.figures import draw_rows
-
-    return {
-        name: draw_rows(shown, after=_SHOWN, title=f"{name}: lowest entropy per class, and highest")
-        for name, shown in measured.arrays.items()
-    }
+    title = "lowest entropy per class, and highest"
+    return {name: draw_rows(one, after=_SHOWN, title=f"{name}: {title}") for name, one in measured.arrays.items()}

@@ -1,8 +1,9 @@
 """What a published experiment declares, and what it reads, compares and shows.
 
 A work (`refinement.py`, ...) has one function for each of its tables and figures. The decorator says what to run: studies, which are
-grids of commands, and an experiment, which is Python. When these have run, the function reads their numbers and yields
-cells, claims and figures. Works import neither torch nor matplotlib, so listing the recipes stays fast.
+grids of commands, and an experiment, which is Python. The function then says which numbers it reads and yields cells, claims and
+figures, whose formulas are texts (`numbers.py`). Works are tables, a claim or a row of numbers in a line or two, which the formatter
+leaves alone. They import neither torch nor matplotlib, so listing the recipes stays fast.
 """
 
 from __future__ import annotations
@@ -17,15 +18,11 @@ from bnncli.errors import UsageError
 from bnncli.evaluation.comparison import Estimate
 from bnncli.options.toml import closest
 from bnncli.papers import PUBLISHED, RIGHT, SCALES
-from bnncli.papers.numbers import Formula, Replicates, Rule, Unmeasured
-from bnncli.progress import Progress
 
 if TYPE_CHECKING:
-    import torch
-    from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-WORKS = tuple(f"bnncli.papers.{name}" for name in ("beyond", "bridge", "lbbnn", "refinement", "refinement_figures"))
+WORKS = tuple(f"bnncli.papers.{name}" for name in ("beyond", "bridge", "lbbnn", "refinement"))
 Settings = Mapping[str, Any]  # of an experiment, at one scale
 Files = Mapping[str, Path]  # by the names that a study or an experiment has for them
 Step = dict[str, Any]  # of a grid: its command, its name and its options
@@ -74,12 +71,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Needs:
-    """Files by the names that a study or an experiment has for them, each a key of FILES.
-
-    Args:
-        required: nothing runs without them.
-        optional: what refers to a missing one is left out.
-    """
+    """Files by the names that a study or an experiment has for them, each a key of FILES; what refers to a missing optional one is left out."""
 
     required: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -90,44 +82,58 @@ def needs(*required: Mapping[str, str], optional: Mapping[str, str] | None = Non
     return Needs({name: file for part in (*required, more) for name, file in part.items()}, optional or {})
 
 
-@dataclass(frozen=True, eq=False)
-class Study:
-    """Commands on checkpoints, whose results several recipes read.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part:
+    """What runs once, also if several recipes read it.
 
     Args:
-        steps: from the scale and the files to the checkpoints and the steps of a grid. The files include `folder`, the study's own,
-            and `arrays`, if it prepares any.
+        declared: the function that declares it.
         seconds: by scale, about, on two cores; only of scales that were timed.
         needs: by scale.
-        prepare: from the scale and the files to arrays of an NPZ file that the steps read.
+        reads: files of studies that it reads, by its names for them: study/file.
     """
 
     name: str
     title: str
-    steps: Callable[[str, Files], Grid]
+    declared: Callable[..., Any]
     seconds: Mapping[str, float]
     needs: Mapping[str, Needs]
-    prepare: Callable[[str, Files], Mapping[str, NDArray[Any]]] | None = None
+    reads: Mapping[str, str] = field(default_factory=dict)
 
-    def __reduce__(self) -> tuple[Callable[..., Study | PaperRecipe], tuple[str, str]]:
-        return _import_part, (self.steps.__module__, self.name)
+    def __reduce__(self) -> tuple[Callable[..., Part], tuple[str, str]]:
+        return _import_part, (self.declared.__module__, self.name)
+
+    @property
+    def after(self) -> set[str]:
+        """Names of the studies whose files it reads."""
+        return {file.partition("/")[0] for file in self.reads.values()}
+
+
+def _import_part(module: str, name: str) -> Part:
+    """Return a study or recipe of a module by its name. Pickles hold the name, as decorated functions cannot be pickled."""
+    return next(one for one in vars(import_module(module)).values() if isinstance(one, Part) and one.name == name)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Study(Part):
+    """Commands on checkpoints, whose results several recipes read.
+
+    Args:
+        declared: from the scale and the files, among them the study's `folder` and its prepared `arrays`, to a grid.
+        prepare: from the scale and the files to arrays of an NPZ file that the steps read.
+    """
+
+    declared: Callable[[str, Files], Grid]
+    prepare: Callable[[str, Files], Mapping[str, NDArray[Any]]] | None = None
 
 
 def study(
-    name: str,
-    title: str,
-    *,
-    quick: Needs,
-    paper: Needs,
-    seconds: Mapping[str, float] | None = None,
-    prepare: Callable[[str, Files], Mapping[str, NDArray[Any]]] | None = None,
+    name: str, title: str, *, quick: Needs, paper: Needs, seconds: float | None = None, **more: Any
 ) -> Callable[[Callable[[str, Files], Grid]], Study]:
-    """Make a study of a function from the scale and the files to a grid."""
-
-    def make(steps: Callable[[str, Files], Grid]) -> Study:
-        return Study(name, title, steps, seconds or {}, {"quick": quick, "paper": paper}, prepare)
-
-    return make
+    """Make a study of a function from the scale and the files to a grid; seconds are those at quick."""
+    times = {} if seconds is None else {"quick": seconds}
+    by_scale = {"quick": quick, "paper": paper}
+    return lambda steps: Study(name=name, title=title, declared=steps, seconds=times, needs=by_scale, **more)
 
 
 def step(command: str, name: str | None = None, **options: Any) -> Step:
@@ -138,12 +144,7 @@ def step(command: str, name: str | None = None, **options: Any) -> Step:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What an experiment measures.
-
-    Args:
-        values: by name.
-        arrays: what is drawn, by name.
-    """
+    """What an experiment measures: values by name, and arrays that are drawn, by name."""
 
     values: Mapping[str, Estimate]
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -151,27 +152,18 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What no command can express: a module beside this one, with `measure_NAME` and, if it has figures, `draw_NAME`."""
+    """What no command can express: a module beside this one, with measure_NAME and, if it has figures, draw_NAME.
+
+    `measure_NAME(settings, files, generator=, progress=)` returns Measurements from these alone, on the CPU;
+    `draw_NAME(measured, settings)` returns figures by the names of their files.
+    """
 
     module: str
     name: str
 
-    def measure(
-        self, settings: Settings, files: Files, *, generator: torch.Generator, progress: Progress
-    ) -> Measurements:
-        """Measure from these settings and files alone, with randomness from the generator, on the CPU."""
-        found: Measurements = self.find("measure")(settings, files, generator=generator, progress=progress)
-        return found
-
-    def draw(self, measured: Measurements, settings: Settings) -> dict[str, Figure]:
-        """Draw the figures, by the names of their files."""
-        draw = self.find("draw")
-        return {} if draw is None else dict(draw(measured, settings))
-
     def find(self, verb: str) -> Any:
         """Return the function `measure_NAME` or `draw_NAME`; None if the module has none."""
-        module = import_module(f"bnncli.papers.{self.module}")
-        return getattr(module, f"{verb}_{self.name.replace('-', '_')}", None)
+        return getattr(import_module(f"bnncli.papers.{self.module}"), f"{verb}_{self.name.replace('-', '_')}", None)
 
 
 @dataclass(frozen=True)
@@ -179,9 +171,8 @@ class Cell:
     """One published number.
 
     Args:
-        tolerance: how far ours may be off for known reasons, in the number's unit. because: these reasons.
-        formulas: ours, by definition (published, right, or empty if there is one); empty if it cannot be measured.
-        unavailable: why not.
+        tolerance: how far ours may be off for known reasons (`because`), in the number's unit.
+        formulas: ours, by definition (published, right, or empty if there is one); empty, with the reason, if it is `unavailable`.
         needs: optional files that it takes.
         not_at: scales at which ours is of something else and is shown without a verdict, each with the reason.
     """
@@ -191,24 +182,14 @@ class Cell:
     published: Estimate
     tolerance: float
     because: str
-    formulas: Mapping[str, Formula]
+    formulas: Mapping[str, str]
     unavailable: str | None = None
     needs: tuple[str, ...] = ()
     not_at: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def is_coarse(self) -> bool:
-        """Whether the tolerance is as large as the number: what is near nothing would match."""
-        return 0 < abs(self.published.value) <= self.tolerance
-
 
 Published = float | tuple[float, float]  # a number, or one with its standard error
-Ours = Formula | dict[str, Formula] | str  # a formula, one for each definition, or why there is none
-
-
-def both(published: Formula, right: Formula) -> dict[str, Formula]:
-    """Measure by the published and by the right definition."""
-    return {PUBLISHED: published, RIGHT: right}
+Ours = str | tuple[str, str] | None  # a formula, those by the published and by the right definition, or none
 
 
 def column(
@@ -218,43 +199,35 @@ def column(
     tolerance: float,
     because: str,
     count: int = 0,
+    why: str = "",
     needs: tuple[str, ...] = (),
     not_at: Mapping[str, str] | None = None,
 ) -> Iterator[Cell]:
-    """Yield the cells of a column.
+    """Yield the cells of a column, each given by its row, the published number, and ours.
 
     Args:
-        cells: row, published number, and ours.
         count: seeds behind each published standard error.
+        why: there is no formula for some cells.
     """
     for row, published, ours in cells:
         value, error = published if isinstance(published, tuple) else (published, None)
-        yield Cell(
-            row,
-            name,
-            Estimate(float(value), None if error is None else float(error), count if error else 0),
-            float(tolerance),
-            because,
-            {} if isinstance(ours, str) else {"": ours} if isinstance(ours, Formula) else ours,
-            ours if isinstance(ours, str) else None,
-            needs,
-            not_at or {},
-        )
+        estimate = Estimate(float(value), None if error is None else float(error), count if error else 0)
+        definitions = ("",) if isinstance(ours, str) else (PUBLISHED, RIGHT)
+        formulas = dict(zip(definitions, (ours,) if isinstance(ours, str) else ours or (), strict=False))
+        unavailable = why if ours is None else None
+        yield Cell(row, name, estimate, float(tolerance), because, formulas, unavailable, needs, not_at or {})
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the text, in our words.
+    """One statement of the text, in our words, which holds if the rule does; `where` is "ours" if the text does not say so.
 
-    Args:
-        where: the text says so; "ours" if it does not.
-        not_at: scales at which the numbers cannot tell, so that they are shown without a verdict, each with the reason.
-        needs: optional files that it takes.
+    `not_at` and `needs` are those of Cell.
     """
 
     name: str
     text: str
-    rule: Rule
+    rule: str
     where: str = "ours"
     not_at: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
@@ -262,29 +235,20 @@ class Claim:
 
 @dataclass(frozen=True)
 class LineFigure:
-    """Measured numbers against x, a line for each name.
-
-    Args:
-        lines: formulas at the places x.
-        log: axes that are logarithmic: x, y or xy.
-    """
+    """Measured numbers against x, a line of formulas for each name. log: axes that are logarithmic: x, y or xy."""
 
     name: str
     title: str
     x: Sequence[float]
     x_label: str
     y_label: str
-    lines: Mapping[str, Sequence[Formula]]
+    lines: Mapping[str, Sequence[str]]
     log: str = ""
 
 
 @dataclass(frozen=True)
 class MarginalFigure:
-    """Densities of single weights.
-
-    Args:
-        posteriors: names of posteriors of the study's first checkpoint, by what they are called; the first is the reference.
-    """
+    """Densities of single weights by posteriors of the study's first checkpoint, by what they are called; the first is the reference."""
 
     name: str
     study: Study
@@ -302,9 +266,8 @@ class Reading:
     Args:
         entry: the object that has it. value, error, count: keys in it, of the number, its standard error, and how many values are
             behind that; None if the document has none.
-        called: the name by which other scores of the same examples have their correlation with it in `correlations`; empty if
-            the document has no correlations.
-        trials: the step and the place of the number of trials of which this is a share; the standard error then is that of a share.
+        called: its name in the `correlations` of other scores of the same examples; empty if there are none.
+        trials: step and place of the number of trials of which this is a share, which has a standard error of its own.
     """
 
     study: Study
@@ -318,129 +281,83 @@ class Reading:
 
 
 class Results:
-    """Numbers that a recipe's function reads, by name: formulas whose values are found or are missing for a reason.
+    """The numbers of studies that a recipe's function reads, by name."""
 
-    Args:
-        read: the number of each checkpoint. Raises Unmeasured.
-    """
-
-    def __init__(self, read: Callable[[Reading], Replicates]) -> None:
-        self._read = read
-        self.found: dict[str, Replicates] = {}
-        self.why: dict[str, str] = {}
+    def __init__(self) -> None:
         self.readings: dict[str, Reading] = {}
 
-    def read(self, name: str, reading: Reading) -> Formula:
-        """Read one number of a study."""
-        self.readings[name] = reading
-        try:
-            self.found[name] = self._read(reading)
-        except Unmeasured as error:
-            self.why[name] = error.message
-        return Formula(name)
+    def read(self, name: str, study: Study, step: str, entry: Place, **keys: Any) -> str:
+        """Read one number of a study, and return its name. keys: of Reading."""
+        self.readings[name] = Reading(study, step, entry, **keys)
+        return name
 
     def compare(
         self, name: str, study: Study, score: str, rows: Mapping[str, str], *, step: str = "compare"
-    ) -> dict[str, Formula]:
+    ) -> dict[str, str]:
         """Read a score of several predictions with its correlations, as NAME_KEY for each key of `rows`."""
-        return {
-            key: self.read(
-                f"{name}_{key}", Reading(study, step, ("rows", {"name": row}, "scores", {"form": score}), called=row)
-            )
-            for key, row in rows.items()
-        }
+        places = {row: ("rows", {"name": row}, "scores", {"form": score}) for row in rows.values()}
+        return {key: self.read(f"{name}_{key}", study, step, places[row], called=row) for key, row in rows.items()}
 
     def evaluate(
-        self,
-        name: str,
-        study: Study,
-        metric: Mapping[str, str],
-        rows: Mapping[str, str],
-        *,
-        split: str = "test",
+        self, name: str, study: Study, metric: Mapping[str, str] | str, rows: Mapping[str, str], *, split: str = "test",
         **keys: Any,
-    ) -> dict[str, Formula]:
-        """Read a metric of several predictions, as NAME_KEY for each key of `rows`.
-
-        Args:
-            metric: its name and the choices that tell it apart.
-            keys: of Reading.
-        """
-        return {
-            key: self.read(
-                f"{name}_{key}",
-                Reading(study, "evaluate", ("rows", {"name": row, "split": split}, "metrics", metric), **keys),
-            )
-            for key, row in rows.items()
-        }
-
-    def __getitem__(self, name: str) -> Formula:
-        """Return a number of the experiment."""
-        return Formula(name)
+    ) -> dict[str, str]:  # fmt: skip
+        """Read a metric, given by its name or by that and its choices, as NAME_KEY for each key of `rows`. keys: of Reading."""
+        chosen = {"name": metric} if isinstance(metric, str) else metric
+        places = {key: ("rows", {"name": row, "split": split}, "metrics", chosen) for key, row in rows.items()}
+        return {key: self.read(f"{name}_{key}", study, "evaluate", place, **keys) for key, place in places.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class PaperRecipe:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaperRecipe(Part):
     """One table or figure.
 
     Args:
         name: work/name. work: as it is cited. where: in it.
+        declared: reads results and yields what is judged and shown.
         note: what a reader of the results must know.
-        rows: reads the results and yields what is judged and shown.
         settings, needs, seconds: of the experiment, by scale.
-        reads: files of studies that the experiment reads, by its names for them: study/file.
     """
 
-    name: str
-    title: str
     work: str
     where: str
-    rows: Callable[[Results], Iterator[Row]]
+    declared: Callable[[Results], Iterator[Row]]
     note: str = ""
     studies: tuple[Study, ...] = ()
     experiment: Experiment | None = None
     settings: Mapping[str, Settings] = field(default_factory=dict)
     needs: Mapping[str, Needs] = field(default_factory=lambda: dict.fromkeys(SCALES, Needs()))
     seconds: Mapping[str, float] = field(default_factory=dict)
-    reads: Mapping[str, str] = field(default_factory=dict)
 
-    def __reduce__(self) -> tuple[Callable[..., Study | PaperRecipe], tuple[str, str]]:
-        return _import_part, (self.rows.__module__, self.name)
+    @property
+    def parts(self) -> list[Part]:
+        """Its studies and, if it has an experiment, itself: none reads what a later one writes."""
+        return [*self.studies, *([self] if self.experiment else [])]
 
 
 @dataclass(frozen=True)
 class PublishedWork:
-    """A published work.
-
-    Args:
-        name: of its recipes, before the slash.
-        cited: as results cite it.
-    """
+    """A published work: the name of its recipes before the slash, and how results cite it."""
 
     name: str
     cited: str
 
     def recipe(
-        self,
-        name: str,
-        *,
-        settings: Settings | None = None,
-        quick: Settings | None = None,
-        paper: Settings | None = None,
-        **declared: Any,
-    ) -> Callable[[Callable[[Results], Iterator[Row]]], PaperRecipe]:
+        self, name: str, *, settings: Settings | None = None, quick: Settings | None = None, paper: Settings | None = None,
+        seconds: tuple[float, ...] = (), **declared: Any,
+    ) -> Callable[[Callable[[Results], Iterator[Row]]], PaperRecipe]:  # fmt: skip
         """Make the recipe of a table or figure of a function that reads results and yields rows.
 
         Args:
             settings: of the experiment, at both scales; quick, paper: more of them, at one.
+            seconds: of the experiment, at quick and paper.
             declared: fields of PaperRecipe.
         """
-        by_scale = {scale: {**(settings or {}), **(own or {})} for scale, own in (("quick", quick), ("paper", paper))}
-
-        def make(rows: Callable[[Results], Iterator[Row]]) -> PaperRecipe:
-            return PaperRecipe(f"{self.name}/{name}", work=self.cited, rows=rows, settings=by_scale, **declared)
-
-        return make
+        by_scale = {
+            scale: {**(settings or {}), **(own or {})} for scale, own in zip(SCALES, (quick, paper), strict=True)
+        }
+        declared |= {"name": f"{self.name}/{name}", "work": self.cited, "settings": by_scale}
+        return lambda rows: PaperRecipe(declared=rows, seconds=dict(zip(SCALES, seconds, strict=False)), **declared)
 
 
 def recipe_names() -> list[str]:
@@ -464,9 +381,3 @@ def _recipes() -> dict[str, PaperRecipe]:
 def _by_number(name: str) -> list[tuple[int, str]]:
     """Sort table-2 before table-10."""
     return [(int(one) if one.isdecimal() else -1, one) for one in name.replace("/", "-").replace(".", "-").split("-")]
-
-
-def _import_part(module: str, name: str) -> Study | PaperRecipe:
-    """Return a study or recipe of a module by its name. Pickles hold the name, as decorated functions cannot be pickled."""
-    parts = vars(import_module(module)).values()
-    return next(one for one in parts if isinstance(one, Study | PaperRecipe) and one.name == name)

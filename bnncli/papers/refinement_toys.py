@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import defaultdict
@@ -16,6 +15,9 @@ from bnncli.errors import NumericError
 from bnncli.evaluation.comparison import Estimate
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.distances import median_bandwidth, mmd2
+from bnncli.figures.fits import draw_measured_lines
+from bnncli.figures.integrals import ErrorPanel
+from bnncli.figures.integrals import draw as draw_error_maps
 from bnncli.inference.elbo import elbo
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
@@ -25,6 +27,7 @@ from bnncli.integrators.probit import probit_probs
 from bnncli.integrators.quadrature import binary_probs
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
+from bnncli.papers.figures import build_line, draw_bands, draw_contours, draw_maps
 from bnncli.papers.recipe import Files, Measurements, Settings
 from bnncli.parameters.layouts import HeadLayout, ParamPart, consecutive_parts, parts_to_json
 from bnncli.parameters.prior import Prior
@@ -36,17 +39,15 @@ from bnncli.targets.last_layer import LastLayerTarget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor
+    from torch import Generator, Tensor
 
-# Numbers of several data sets, each with its own, and what is drawn of the first.
-
-One = tuple[Mapping[str, float], Mapping[str, Any]]  # numbers and arrays of a data set
+One = tuple[Mapping[str, float], Mapping[str, Any]]  # numbers of a data set, and what is drawn of the first
 
 
 def measure_repeats(
     measure_one: Callable[[], One], repeats: int, task: Task
-) -> tuple[dict[str, list[float]], Mapping[str, Any]]:
-    """Measure several data sets: return all numbers by name, and the arrays of the first."""
+) -> tuple[dict[str, Estimate], Mapping[str, Any]]:
+    """Measure several data sets: return means of their numbers, and the arrays of the first; of `r_hat` the largest."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     arrays: Mapping[str, Any] = {}
     for _ in range(repeats):
@@ -55,13 +56,12 @@ def measure_repeats(
             found[name].append(value)
         arrays = arrays or drawn
         task.advance()
-    return dict(found), arrays
+    means = {name: Estimate.of_repeats(each) for name, each in found.items()}
+    return means | {name: Estimate(max(found[name])) for name in ("r_hat",) if name in found}, arrays
 
 
-# Small tanh networks over all of whose weights there is a posterior: any likelihood, the exact Hessian, HMC.
-#
-# What the commands take are classifiers; here the likelihood is a function of the outputs, so that regression has a
-# posterior as well.
+# Small tanh networks with a posterior over all weights for any likelihood of the outputs, so for regression as well: the exact
+# Hessian, HMC.
 
 _AT_ONCE = 2**23  # numbers of a layer that are held at once
 _MOST_NEWTON_STEPS = 100
@@ -70,11 +70,7 @@ _TOLERANCE = 1e-6  # posterior standard deviations, all parameters together
 
 @dataclass(frozen=True)
 class TanhLayout:
-    """Weights and biases of linear layers with tanh between them, in order.
-
-    Args:
-        widths: of the inputs, of every hidden layer, of the outputs.
-    """
+    """Weights and biases of linear layers with tanh between them, in order; widths are of inputs, hidden layers and outputs."""
 
     widths: tuple[int, ...]
 
@@ -137,8 +133,6 @@ class ToyTarget:
 
     Args:
         inputs: (N, D) float64.
-        layout: of theta.
-        prior: of theta.
         log_likelihood: of all examples, (S,), given outputs (S, N, K).
     """
 
@@ -188,12 +182,8 @@ class ToyTarget:
         return (hessian + hessian.T) / 2
 
 
-def fit_laplace(target: ToyTarget, generator: torch.Generator) -> Gaussian[TanhLayout]:
-    """Fit a Gaussian at a mode, from random weights, with the inverse of the exact Hessian.
-
-    Raises:
-        NumericError: no mode was reached.
-    """
+def fit_laplace(target: ToyTarget, generator: Generator) -> Gaussian[TanhLayout]:
+    """Fit a Gaussian at a mode, from random weights, with the inverse of the exact Hessian. Raises NumericError without a mode."""
     layout = target.layout
     theta = torch.zeros(layout.num_params, dtype=torch.float64)
     for part in layout.parts:
@@ -201,8 +191,8 @@ def fit_laplace(target: ToyTarget, generator: torch.Generator) -> Gaussian[TanhL
             scale = 1 / math.sqrt(part.shape[1])
             theta[part.place] = scale * torch.randn(math.prod(part.shape), generator=generator, dtype=torch.float64)
     theta.requires_grad_()
-    climber = torch.optim.LBFGS([theta], max_iter=3000, history_size=50, tolerance_grad=1e-9, tolerance_change=0.0,
-                                line_search_fn="strong_wolfe")  # fmt: skip
+    limits: dict[str, Any] = {"max_iter": 3000, "history_size": 50, "tolerance_grad": 1e-9, "tolerance_change": 0.0}
+    climber = torch.optim.LBFGS([theta], **limits, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         climber.zero_grad()
@@ -231,7 +221,7 @@ def linearise(gaussian: Gaussian[TanhLayout], inputs: Tensor) -> tuple[Tensor, T
 
 
 def draw_chains(
-    target: ToyTarget, gaussian: Gaussian[TanhLayout], generator: torch.Generator, *, num_chains: int, num_draws: int
+    target: ToyTarget, gaussian: Gaussian[TanhLayout], generator: Generator, *, num_chains: int, num_draws: int
 ) -> Tensor:
     """Return HMC's draws (C, T, P) float64, from around the Gaussian."""
     run = sample_hmc(
@@ -241,30 +231,19 @@ def draw_chains(
     return run.draws.double()
 
 
-# Errors of Monte Carlo and of the probit approximation for the probability of two classes, over a grid of Gaussians
-# of one logit.
+# Errors of Monte Carlo and of the probit approximation of I(m, s) = E sigma(f), f ~ N(m, s^2), over a grid of m and s.
 #
-# I(m, s) = E sigma(f), f ~ N(m, s^2): Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 3.1 and
-# figure 2. Every cell of the grid has draws of its own, as the published largest error must have: with draws that
-# cells share it is a third of that. The largest of many errors grows with the grid, which is not given; ours is
-# stated in the recipe.
+# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 3.1 and figure 2. Every cell has draws of its own, as the
+# published largest error must have: with draws that cells share it is a third of that.
 
 _DRAWS_AT_ONCE = 2**22
 
 
-def measure_integral_errors(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
-    """Measure the largest and the mean absolute error of each method over the grid.
-
-    Args:
-        settings: limit of |m| and s; cells of a side of the grid; samples, numbers of draws; repeats of every draw, for standard
-            errors.
-
-    Returns:
-        mc_max_S and mc_mean_S for each number of draws S, probit_max and probit_mean.
-    """
-    means, sds = _grid(settings)
+def measure_integral_errors(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
+    """Measure the largest and the mean absolute error over the grid: probit_max, probit_mean, mc_max_S and mc_mean_S for S draws."""
+    limit, cells = settings["limit"], settings["cells"]
+    means = torch.linspace(-limit, limit, cells + 1, dtype=torch.float64)
+    sds = torch.linspace(limit / cells, limit, cells, dtype=torch.float64)
     exact = torch.stack([binary_probs(means, torch.full_like(means, sd**2))[0][:, 1] for sd in sds.tolist()])
     probit = (torch.sigmoid(means / torch.sqrt(1 + math.pi / 8 * sds[:, None] ** 2)) - exact).abs()
     values = {"probit_max": Estimate(float(probit.max())), "probit_mean": Estimate(float(probit.mean()))}
@@ -285,26 +264,17 @@ def measure_integral_errors(
 
 def draw_integral_errors(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw the error maps of figure 2, of the first repeat."""
-    from bnncli.figures.integrals import ErrorPanel
-    from bnncli.figures.integrals import draw as draw_maps
-
     means, sds = measured.arrays["means"], measured.arrays["sds"]
     panels = []
     for name, errors in measured.arrays.items():
         if name not in ("means", "sds"):
             row, column = divmod(int(errors.argmax()), errors.shape[1])
             panels.append(ErrorPanel([name], errors, (float(means[column]), float(sds[row]))))
-    return {"errors": draw_maps(panels, means, sds, title="Distance from the exact probability of two classes")}
+    title = "Distance from the exact probability of two classes"
+    return {"errors": draw_error_maps(panels, means, sds, title=title)}
 
 
-def _grid(settings: Settings) -> tuple[Tensor, Tensor]:
-    """Return means (cells + 1,) and standard deviations (cells,), float64."""
-    limit, cells = float(settings["limit"]), int(settings["cells"])
-    means = torch.linspace(-limit, limit, cells + 1, dtype=torch.float64)
-    return means, torch.linspace(limit / cells, limit, cells, dtype=torch.float64)
-
-
-def _monte_carlo(means: Tensor, sds: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def _monte_carlo(means: Tensor, sds: Tensor, count: int, generator: Generator) -> Tensor:
     """Return means of sigma over draws of every cell, (sds, means)."""
     found = torch.zeros(len(sds), len(means), dtype=torch.float64)
     block = max(1, _DRAWS_AT_ONCE // found.numel())
@@ -315,13 +285,10 @@ def _monte_carlo(means: Tensor, sds: Tensor, count: int, generator: torch.Genera
     return found / count
 
 
-# How uncertain a regression network is: Monte Carlo over a Gaussian posterior of its weights, the network linearised,
-# and HMC.
+# How uncertain a regression network is: Monte Carlo over a Gaussian posterior of its weights, the network linearised, and HMC.
 #
-# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 3.3 and figure 4: one hidden layer, the Laplace
-# approximation over all weights with the exact Hessian, 10,000 draws. The likelihood is Gaussian. What the two ways
-# are to be held against is the posterior itself, which HMC draws from; the text holds linearisation against Monte
-# Carlo.
+# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 3.3 and figure 4: one hidden layer, the Laplace approximation
+# over all weights with the exact Hessian, 10,000 draws. The text holds linearisation against Monte Carlo; here HMC judges both.
 
 _LIMIT, _PLACES = 5.0, 101  # of the inputs that are predicted
 _CLUSTERS = ((-3.0, -1.0), (1.0, 3.0))  # where inputs of the data lie
@@ -329,41 +296,28 @@ _TESTS = 500
 
 
 def measure_regression_uncertainty(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
+    settings: Settings, files: Files, generator: Generator, progress: Progress
 ) -> Measurements:
     """Compare Monte Carlo and linearisation with HMC; means over data sets.
 
-    Args:
-        settings: examples, noise, hidden, prior, draws, chains, hmc_draws, repeats.
-
-    Returns:
-        For X of mc, linear and hmc: sd_X, the mean standard deviation of the function; error_X, the mean distance of its logarithm
-        from HMC's; nll_X on new examples. difference, between the logarithms of mc and linear; gap and gap_nll, mc less linear;
-        r_hat, the largest of HMC's function.
+    For X of mc, linear and hmc: sd_X, the mean standard deviation of the function; error_X, the mean distance of its logarithm from
+    HMC's; nll_X on new examples. difference, between the logarithms of mc and linear; gap and gap_nll, mc less linear; r_hat of HMC's
+    function.
     """
-    repeats = int(settings["repeats"])
-    task = progress.task("regression", repeats)
-    found, arrays = measure_repeats(lambda: _measure_regression(settings, generator), repeats, task)
-    estimates = {name: Estimate.of_repeats(each) for name, each in found.items()}
-    return Measurements(estimates | {"r_hat": Estimate(max(found["r_hat"]))}, arrays)
+    task = progress.task("regression", settings["repeats"])
+    return Measurements(*measure_repeats(lambda: _measure_regression(settings, generator), settings["repeats"], task))
 
 
 def draw_regression_uncertainty(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw Figure 4, of the first data set."""
-    from bnncli.papers.figures import BandPanel, draw_bands
-
     titles = {"mc": f"Monte Carlo, {settings['draws']:,} draws", "linear": "linearised", "hmc": "HMC"}
-    panels = [
-        BandPanel(title, measured.arrays[f"mean {name}"], measured.arrays[f"sd {name}"])
-        for name, title in titles.items()
-    ]
-    places, x, y = (measured.arrays[name] for name in ("places", "x", "y"))
-    return {
-        "functions": draw_bands(panels, places, (x, y), title="Function of a network: mean and two standard deviations")
-    }
+    arrays = measured.arrays
+    panels = {title: (arrays[f"mean {name}"], arrays[f"sd {name}"]) for name, title in titles.items()}
+    title, examples = "Function of a network: mean and two standard deviations", (arrays["x"], arrays["y"])
+    return {"functions": draw_bands(panels, arrays["places"], examples, title=title)}
 
 
-def regression_examples(count: int, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def regression_examples(count: int, noise: float, generator: Generator) -> tuple[Tensor, Tensor]:
     """Draw inputs (N, 1), half of them in each cluster, and sin(2 x) with normal noise (N,)."""
     low, high = (torch.tensor(part).double()[torch.arange(count) % 2] for part in zip(*_CLUSTERS, strict=True))
     x = low + (high - low) * torch.rand(count, generator=generator, dtype=torch.float64)
@@ -377,25 +331,23 @@ def log_density(outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
 
 def regression_target(x: Tensor, y: Tensor, settings: Settings) -> ToyTarget:
     """Build the posterior of a network with one hidden layer on inputs (N, 1) and labels (N,)."""
-    layout = TanhLayout((1, int(settings["hidden"]), 1))
-    density = partial(log_density, labels=y, noise=float(settings["noise"]))
-    return ToyTarget(x, layout, Prior(float(settings["prior"])), lambda outputs: density(outputs).sum(dim=1))
+    layout = TanhLayout((1, settings["hidden"], 1))
+    density = partial(log_density, labels=y, noise=settings["noise"])
+    return ToyTarget(x, layout, Prior(settings["prior"]), lambda outputs: density(outputs).sum(dim=1))
 
 
-def _measure_regression(settings: Settings, generator: torch.Generator) -> tuple[dict[str, float], dict[str, Any]]:
+def _measure_regression(settings: Settings, generator: Generator) -> tuple[dict[str, float], dict[str, Any]]:
     """Measure one data set; return its numbers and arrays."""
-    noise = float(settings["noise"])
-    x, y = regression_examples(int(settings["examples"]), noise, generator)
+    noise = settings["noise"]
+    x, y = regression_examples(settings["examples"], noise, generator)
     target = regression_target(x, y, settings)
     layout = target.layout
     gaussian = fit_laplace(target, generator)
     places = torch.linspace(-_LIMIT, _LIMIT, _PLACES).double().unsqueeze(1)
     tests, labels = regression_examples(_TESTS, noise, generator)
     both = torch.cat([places, tests])
-    chains = draw_chains(
-        target, gaussian, generator, num_chains=int(settings["chains"]), num_draws=int(settings["hmc_draws"])
-    )
-    drawn = {"mc": gaussian.sample(int(settings["draws"]), generator).double(), "hmc": chains.flatten(0, 1)}
+    chains = draw_chains(target, gaussian, generator, num_chains=settings["chains"], num_draws=settings["hmc_draws"])
+    drawn = {"mc": gaussian.sample(settings["draws"], generator).double(), "hmc": chains.flatten(0, 1)}
     values, means, sds = {}, {}, {}
     for name, theta in drawn.items():
         outputs = torch.cat(list(layout.output_blocks(both, theta)))
@@ -425,43 +377,30 @@ def _measure_distance(one: Tensor, other: Tensor) -> float:
     return float((one / other).log().abs().mean())
 
 
-# How confident a small classifier is near its data and away from them: Monte Carlo, the multi-class probit
-# approximation, HMC.
+# How confident a small classifier is near its data and away from them: Monte Carlo, the multi-class probit approximation, HMC.
 #
-# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 3.3 and figure 5: three layers with tanh, the
-# Laplace approximation over all weights with the exact Hessian. The probit approximation stands on the linearised
-# network, Monte Carlo on the network itself; what the first two differ by is told apart by Monte Carlo on the
-# linearised logits.
+# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 3.3 and figure 5: three layers with tanh, the Laplace
+# approximation over all weights with the exact Hessian. The probit approximation stands on the linearised network; Monte Carlo on the
+# linearised logits tells apart what is due to that.
 
 _MAP_CLASSES, _RADIUS = 3, 2.0  # classes, and how far their centres are from the middle
 _MAP_LIMIT, _MAP_SIDE = 6.0, 41  # of the map
 _SHOWN = {"mc": "Monte Carlo", "mpa": "multi-class probit", "hmc": "HMC"}
 
 
-def measure_confidence_map(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
+def measure_confidence_map(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
     """Compare confidences of each approximation X with HMC's; means over data sets.
 
-    Args:
-        settings: examples, spread, hidden, prior, draws, chains, hmc_draws, repeats.
-
-    Returns:
-        For X of plug (the network itself), mc, mpa, linear (Monte Carlo on the linearised logits) and hmc: near_X and far_X, the mean
-        confidence at the examples and on the rim of the map; error_X, its mean distance from HMC's. gap_X_Y, near_X less near_Y;
-        gap_error, error_mc less error_mpa; r_hat, the largest of HMC's probabilities at the examples.
+    For X of plug (the network itself), mc, mpa, linear (Monte Carlo on the linearised logits) and hmc: near_X and far_X, the mean
+    confidence at the examples and on the rim of the map; error_X, its mean distance from HMC's. gap_X_Y, near_X less near_Y; gap_error,
+    error_mc less error_mpa; r_hat of HMC's probabilities at the examples.
     """
-    repeats = int(settings["repeats"])
-    task = progress.task("classification", repeats)
-    found, arrays = measure_repeats(lambda: _measure_map(settings, generator), repeats, task)
-    estimates = {name: Estimate.of_repeats(each) for name, each in found.items()}
-    return Measurements(estimates | {"r_hat": Estimate(max(found["r_hat"]))}, arrays)
+    task = progress.task("classification", settings["repeats"])
+    return Measurements(*measure_repeats(lambda: _measure_map(settings, generator), settings["repeats"], task))
 
 
 def draw_confidence_map(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw Figure 5, of the first data set."""
-    from bnncli.papers.figures import draw_maps
-
     maps = {
         f"{title}\n{measured.arrays[f'near {name}']:.2f} at the examples": measured.arrays[f"map {name}"]
         for name, title in _SHOWN.items()
@@ -470,7 +409,7 @@ def draw_confidence_map(measured: Measurements, settings: Settings) -> Mapping[s
     return {"confidence": draw_maps(maps, _MAP_LIMIT, (x, labels), title="Confidence: the largest class probability")}
 
 
-def map_examples(count: int, spread: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def map_examples(count: int, spread: float, generator: Generator) -> tuple[Tensor, Tensor]:
     """Draw inputs (N, 2), normal around a centre for each class, and labels (N,)."""
     labels = torch.arange(count) % _MAP_CLASSES
     angles = 2 * math.pi * labels.double() / _MAP_CLASSES
@@ -478,14 +417,14 @@ def map_examples(count: int, spread: float, generator: torch.Generator) -> tuple
     return centers + spread * torch.randn(count, 2, generator=generator, dtype=torch.float64), labels
 
 
-def _measure_map(settings: Settings, generator: torch.Generator) -> tuple[dict[str, float], dict[str, Any]]:
+def _measure_map(settings: Settings, generator: Generator) -> tuple[dict[str, float], dict[str, Any]]:
     """Measure one data set; return its numbers and arrays."""
-    x, labels = map_examples(int(settings["examples"]), float(settings["spread"]), generator)
-    hidden, likelihood = int(settings["hidden"]), likelihood_of(_MAP_CLASSES)
+    x, labels = map_examples(settings["examples"], settings["spread"], generator)
+    hidden, likelihood = settings["hidden"], likelihood_of(_MAP_CLASSES)
     target = ToyTarget(
         x,
         TanhLayout((2, hidden, hidden, _MAP_CLASSES)),
-        Prior(float(settings["prior"])),
+        Prior(settings["prior"]),
         lambda outputs: likelihood.log_likelihoods(outputs, labels).sum(dim=1),
     )
     layout = target.layout
@@ -493,11 +432,9 @@ def _measure_map(settings: Settings, generator: torch.Generator) -> tuple[dict[s
     axis = torch.linspace(-_MAP_LIMIT, _MAP_LIMIT, _MAP_SIDE).double()
     grid = torch.cartesian_prod(axis, axis).flip(1)
     both = torch.cat([x, grid])
-    chains = draw_chains(
-        target, gaussian, generator, num_chains=int(settings["chains"]), num_draws=int(settings["hmc_draws"])
-    )
+    chains = draw_chains(target, gaussian, generator, num_chains=settings["chains"], num_draws=settings["hmc_draws"])
     mean, covariance = linearise(gaussian, both)
-    count = int(settings["draws"])
+    count = settings["draws"]
     probs = {
         "plug": mean.softmax(dim=1),
         "mc": mean_probs(layout, both, gaussian.sample(count, generator).double()),
@@ -531,7 +468,7 @@ def mean_probs(layout: TanhLayout, inputs: Tensor, theta: Tensor) -> Tensor:
     return total / len(theta)
 
 
-def linear_probs(mean: Tensor, covariance: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def linear_probs(mean: Tensor, covariance: Tensor, count: int, generator: Generator) -> Tensor:
     """Return class probabilities (N, K), the mean over count draws of logits with this mean (N, K) and covariance (N, K, K)."""
     values, vectors = torch.linalg.eigh(covariance)
     root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
@@ -539,12 +476,10 @@ def linear_probs(mean: Tensor, covariance: Tensor, count: int, generator: torch.
     return (mean + torch.einsum("nkj,snj->snk", root, noise)).softmax(dim=2).mean(dim=0)
 
 
-# Approximations of the posterior of a logistic regression with two weights, and how far each is from HMC and from the
-# exact posterior.
+# Approximations of the posterior of a logistic regression with two weights, and how far each is from HMC and from the exact posterior.
 #
-# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 6.2 and figure 6: Laplace, variational Bayes,
-# refinement by radial layers, HMC. With two weights the posterior is known on a grid, which HMC is itself held to.
-# Several data sets: what is compared are differences within one.
+# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 6.2 and figure 6. With two weights the posterior is known on a
+# grid, which HMC is itself held to. Compared are differences within each of several data sets.
 
 _SIDE = 161  # points of a side of the grid
 _CHAINS = 6
@@ -572,54 +507,43 @@ class GridPosterior(NamedTuple):
 
 
 def measure_logistic_posterior(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
+    settings: Settings, files: Files, generator: Generator, progress: Progress
 ) -> Measurements:
     """Measure the distance of each approximation from the posterior; means over data sets.
 
-    Args:
-        settings: examples, center and prior, of the data; lengths of the flows, epochs, num_draws and learning_rate of their training;
-            draws of each approximation; repeats of all, over data sets.
-
-    Returns:
-        For X of la, vb (the best Gaussian), factorised (the best without correlation), r1 and so on by length, and again (a second run
-        of HMC): mmd_X to HMC, kl_X to the posterior, skew_X, and skew_short_X, what it lacks of half the exact skewness. gap_X_Y and
-        kl_gap_X_Y, differences of distances and divergences. skew_exact; mean_la and mean_hmc, distances of their means from the
-        posterior's; evidence_error, what a box of half the grid's points lacks of the log evidence.
+    For X of la, vb (the best Gaussian), factorised (the best without correlation), r1 and so on by length, and again (a second run of
+    HMC): mmd_X to HMC, kl_X to the posterior, skew_X, and skew_short_X, what it lacks of half the exact skewness. gap_X_Y and
+    kl_gap_X_Y, differences of distances and divergences. skew_exact; mean_la and mean_hmc, distances of their means from the
+    posterior's; evidence_error, what a box of half the grid's points lacks of the log evidence.
     """
-    repeats = int(settings["repeats"])
-    task = progress.task("logistic regression", repeats)
-    found, arrays = measure_repeats(
-        lambda: _measure_logistic(toy_target(settings, generator), settings, generator), repeats, task
-    )
-    return Measurements({name: Estimate.of_repeats(each) for name, each in found.items()}, arrays)
+    task = progress.task("logistic regression", settings["repeats"])
+
+    def measure_one() -> One:
+        return _measure_logistic(toy_target(settings, generator), settings, generator)
+
+    return Measurements(*measure_repeats(measure_one, settings["repeats"], task))
 
 
 def draw_logistic_posterior(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw Figure 6: draws of each approximation over the posterior's contours, of the first data set."""
-    from bnncli.papers.figures import ContourPanel, draw_contours
-
     titles = {"la": "Laplace", "factorised": "factorised Gaussian", "vb": "best Gaussian"}
     titles |= {f"r{length}": f"refined, {length} layer{'s' * (length > 1)}" for length in settings["lengths"][-2:]}
     distances = dict(zip(measured.arrays["names"], measured.arrays["mmd"], strict=True))
-    panels = [
-        ContourPanel(f"{title}\nMMD² {distances[name]:.4f}", measured.arrays[f"draws {name}"])
-        for name, title in titles.items()
-    ]
-    panels.append(ContourPanel(f"HMC\nMMD² to a second run {distances['again']:.4f}", measured.arrays["draws hmc"]))
-    exact = tuple(measured.arrays[part] for part in ("x", "y", "density"))
-    return {
-        "contours": draw_contours(panels, *exact, title="Posterior of two weights: exact (black), density of draws")
-    }
+    arrays = measured.arrays
+    panels = {f"{title}\nMMD² {distances[name]:.4f}": arrays[f"draws {name}"] for name, title in titles.items()}
+    panels |= {f"HMC\nMMD² to a second run {distances['again']:.4f}": arrays["draws hmc"]}
+    title = "Posterior of two weights: exact (black), density of draws"
+    return {"contours": draw_contours(panels, arrays["x"], arrays["y"], arrays["density"], title=title)}
 
 
-def toy_target(settings: Settings, generator: torch.Generator) -> LastLayerTarget:
+def toy_target(settings: Settings, generator: Generator) -> LastLayerTarget:
     """Build a logistic regression without bias on examples around `center` (class 1) and `-center` (class 0), half of each."""
-    count = int(settings["examples"])
+    count = settings["examples"]
     labels = torch.arange(count) % 2
     signs = (2 * labels - 1).double().unsqueeze(1)
     center = torch.tensor(settings["center"], dtype=torch.float64)
     features = signs * center + torch.randn(count, 2, generator=generator, dtype=torch.float64)
-    return LastLayerTarget(features, labels, HeadLayout(1, 2, has_bias=False), Prior(float(settings["prior"])))
+    return LastLayerTarget(features, labels, HeadLayout(1, 2, has_bias=False), Prior(settings["prior"]))
 
 
 def exact_posterior(target: LastLayerTarget, around: Tensor, side: int = _SIDE) -> GridPosterior:
@@ -642,10 +566,10 @@ def skewness(points: Tensor, shares: Tensor, direction: Tensor) -> float:
 
 
 def _measure_logistic(
-    target: LastLayerTarget, settings: Settings, generator: torch.Generator
+    target: LastLayerTarget, settings: Settings, generator: Generator
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Measure one data set; return its numbers and arrays."""
-    count = int(settings["draws"])
+    count = settings["draws"]
     la = fit_gaussian(target, start=torch.zeros(2).double()).gaussian
     training = {name: settings[name] for name in ("epochs", "num_draws", "learning_rate")}
     training |= {"batch_size": target.num_examples, "generator": generator}
@@ -682,7 +606,7 @@ def _measure_logistic(
     return values, arrays
 
 
-def _hmc(target: LastLayerTarget, base: Any, count: int, generator: torch.Generator) -> Tensor:
+def _hmc(target: LastLayerTarget, base: Any, count: int, generator: Generator) -> Tensor:
     """Draw from six chains, thinned, (count, 2) float64."""
     run = sample_hmc(
         target, mode=base.mean, covariance=base.covariance, generator=generator,
@@ -691,67 +615,56 @@ def _hmc(target: LastLayerTarget, base: Any, count: int, generator: torch.Genera
     return run.draws[:, ::_THINNED].flatten(0, 1)[:count].double()
 
 
-def _divergence(target: LastLayerTarget, fit: Any, exact: GridPosterior, generator: torch.Generator) -> float:
+def _divergence(target: LastLayerTarget, fit: Any, exact: GridPosterior, generator: Generator) -> float:
     """Return KL(q || posterior) in nats: the log evidence less the ELBO."""
     return exact.log_evidence - elbo(target, fit, generator=generator, num_samples=4096).value
 
 
-# What a step of training a refinement takes by the length of its flow, on a last layer with the sizes of the
-# published one.
+# What a step of training a refinement takes by the length of its flow, on a last layer with the sizes of the published one.
 #
-# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 6.3 and figure 7: LeNet-5's last layer, 84
-# features and 10 classes, radial layers, batches of 128 examples, one draw a step. Time depends on sizes alone: the
-# features are noise. It is that of the processor, which other programs change little; lengths take turns.
+# Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, section 6.3 and figure 7: LeNet-5's last layer, 84 features and 10
+# classes, radial layers, batches of 128 examples, one draw a step. Time depends on sizes alone: the features are noise. It is that of
+# the processor, which other programs change little; lengths take turns.
 
 _FEATURES, _CLASSES, _BATCH = 84, 10, 128
 _PRIOR = 510.0  # the published precision
-_clock = time.process_time
 
 
-def measure_flow_time(
-    settings: Settings, inputs: Files, *, generator: torch.Generator, progress: Progress
-) -> Measurements:
-    """Measure the time of a training step by the length of the flow.
-
-    Args:
-        settings: lengths, rising; steps of a training that is timed; repeats of all.
-
-    Returns:
-        seconds_L of a step with length L, and increase_K_L, by how many per cent L takes longer than the length K before it.
-    """
-    lengths, steps = list(settings["lengths"]), int(settings["steps"])
-    layout = HeadLayout(_CLASSES, _FEATURES)
+def measure_flow_time(settings: Settings, files: Files, generator: Generator, progress: Progress) -> Measurements:
+    """Measure seconds_L of a training step with length L, and increase_K_L, by how many per cent L takes longer than the K before it."""
+    steps, layout, repeats = settings["steps"], HeadLayout(_CLASSES, _FEATURES), settings["repeats"]
     features = torch.randn(steps * _BATCH, _FEATURES, generator=generator)
     labels = torch.randint(_CLASSES, (len(features),), generator=generator)
     target = LastLayerTarget(features, labels, layout, Prior(_PRIOR))
-    size = layout.num_params
-    base = Gaussian(torch.zeros(size).double(), Diag(torch.full((size,), 1 / _PRIOR).double()), layout, target.prior)
-    found: dict[int, list[float]] = {length: [] for length in lengths}
-    repeats = int(settings["repeats"])
-    task = progress.task("refine", (repeats + 1) * len(lengths))
+    variances = torch.full((layout.num_params,), 1 / _PRIOR).double()
+    base = Gaussian(torch.zeros_like(variances), Diag(variances), layout, target.prior)
+    flow: dict[str, Any] = {"flow": "radial", "space": "weight", "epochs": 1, "batch_size": _BATCH}
+    found: dict[int, list[float]] = {length: [] for length in settings["lengths"]}
+    task = progress.task("refine", (repeats + 1) * len(found))
     for repeat in range(repeats + 1):
-        for length in lengths:
-            begun = _clock()
-            fit_flow(
-                target, base, generator=generator, flow="radial", length=length, space="weight", epochs=1, batch_size=_BATCH
-            )  # fmt: skip
-            seconds = _clock() - begun
+        for length, seconds in found.items():
+            begun = time.process_time()
+            fit_flow(target, base, generator=generator, length=length, **flow)
             if repeat:  # the first one finds nothing in any cache
-                found[length].append(seconds / steps)
+                seconds.append((time.process_time() - begun) / steps)
             task.advance()
+    return Measurements(summarize_times(found))
+
+
+def summarize_times(found: Mapping[int, Sequence[float]]) -> dict[str, Estimate]:
+    """Return means of the seconds of each repeat by rising length, and of the increases within repeats."""
     values = {f"seconds_{length}": Estimate.of_repeats(each) for length, each in found.items()}
-    for shorter, longer in itertools.pairwise(lengths):
+    for shorter, longer in pairwise(found):
         more = [100 * (b / a - 1) for a, b in zip(found[shorter], found[longer], strict=True)]
         values[f"increase_{shorter}_{longer}"] = Estimate.of_repeats(more)
-    return Measurements(values)
+    return values
 
 
 def draw_flow_time(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Draw time against length."""
-    from bnncli.papers.figures import MeasuredLine, draw_lines
-
-    lengths = list(settings["lengths"])
-    times = [measured.values[f"seconds_{length}"] for length in lengths]
-    line = MeasuredLine(lengths, [1e3 * one.value for one in times], [1e3 * (one.standard_error or 0) for one in times])
+    times = {length: measured.values[f"seconds_{length}"] for length in settings["lengths"]}
+    line = build_line(
+        {length: Estimate(1e3 * one.value, 1e3 * (one.standard_error or 0)) for length, one in times.items()}
+    )
     title = "Time per step (batch of 128, 850 parameters)"
-    return {"time": draw_lines({"radial": line}, title=title, x_label="radial layers", y_label="milliseconds")}
+    return {"time": draw_measured_lines({"radial": line}, title=title, x_label="radial layers", y_label="milliseconds")}

@@ -6,8 +6,9 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,15 @@ from bnncli.artifacts.outputs import write_figure
 from bnncli.evaluation.comparison import LEVEL, Agreement, Estimate, agreement
 from bnncli.evaluation.curves import density_grid, estimate_density, quantile_indices, standardised_distances
 from bnncli.figures import render
+from bnncli.figures.fits import draw_measured_lines
 from bnncli.figures.posteriors import Marginal, Marginals
 from bnncli.names import count_noun
 from bnncli.numerics import random as seeds
 from bnncli.papers import BOTH
-from bnncli.papers.figures import MarkedNumber, MeasuredLine, Pair, draw_agreement, draw_lines
-from bnncli.papers.numbers import Formula, Numbers, Replicates, Unmeasured, list_names
-from bnncli.papers.recipe import Cell, Claim, LineFigure, MarginalFigure, Needs, PaperRecipe, Reading, Results, Row
-from bnncli.papers.runner import ExperimentRun, Places, RecipePart, StudyRun, Workshop, list_parts
+from bnncli.papers.figures import Pair, build_line, draw_agreement
+from bnncli.papers.numbers import Numbers, Replicates, Unmeasured, list_names
+from bnncli.papers.recipe import Cell, Claim, LineFigure, MarginalFigure, PaperRecipe, Results, Row
+from bnncli.papers.runner import ExperimentRun, StudyRun, Workshop
 from bnncli.session.inputs import open_posterior
 from bnncli.session.run import Run, Table
 
@@ -46,6 +48,7 @@ CLAIM_RULE = (
     "otherwise open. Scores of the same examples are compared in pairs, which their standard errors do not "
     "show. Numbers without a standard error are taken as exact; a standard error of 0 leaves the claim open"
 )
+COLUMNS = ["row", "column", "published", "ours", "tolerance", "k", "verdict"]
 _OF_SEVERAL = {DIFFERS: "differ", HOLDS: "hold", FAILS: "do not hold"}
 
 # Of densities of single weights.
@@ -60,13 +63,11 @@ _REACH = 6.0  # standard deviations of the reference beyond the furthest mean: L
 
 @dataclass(frozen=True)
 class JudgedCell:
-    """A cell by one definition.
+    """A cell by one definition (published, right, or empty if there is one), or why it was not judged.
 
     Args:
-        definition: published or right; empty if there is one.
         ours: None if it could not be measured.
         judged: None if it was not measured, or only shown.
-        why: it was not judged.
     """
 
     cell: Cell
@@ -85,37 +86,22 @@ class JudgedCell:
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the results."""
         judged, formula = self.judged, self.cell.formulas.get(self.definition)
+        cell = self.cell
         return {
-            "row": self.cell.row,
-            "column": self.cell.column,
-            "definition": self.definition or None,
-            "formula": None if formula is None else formula.text,
-            "published": _json(self.cell.published),
-            "ours": None if self.ours is None else _json(self.ours),
-            "tolerance": self.cell.tolerance,
-            "because": self.cell.because,
-            "factor": None if judged is None else judged.factor,
-            "distance": None if judged is None else judged.distance,
-            "allowed": None if judged is None else judged.allowed,
-            "status": self.status,
-            "why": self.why or None,
-        }
+            "row": cell.row, "column": cell.column, "definition": self.definition or None, "formula": formula,
+            "published": _json(cell.published), "ours": None if self.ours is None else _json(self.ours),
+            "tolerance": cell.tolerance, "because": cell.because, "factor": None if judged is None else judged.factor,
+            "distance": None if judged is None else judged.distance, "allowed": None if judged is None else judged.allowed,
+            "status": self.status, "why": self.why or None,
+        }  # fmt: skip
 
     def texts(self, column: str) -> list[str]:
         """Return its row of a table for people; `column` says how a definition stands beside the column's name."""
-        name = column.format(self.cell.column, self.definition) if self.definition else self.cell.column
+        cell, factor = self.cell, "" if self.judged is None else f"{self.judged.factor:.2f}"
+        name = column.format(cell.column, self.definition) if self.definition else cell.column
         ours = "" if self.ours is None else format_number(self.ours)
-        factor = "" if self.judged is None else f"{self.judged.factor:.2f}"
         verdict = f"{self.status}: {self.why}" if self.why else self.status
-        return [
-            self.cell.row,
-            name,
-            format_number(self.cell.published),
-            ours,
-            f"{self.cell.tolerance:g}",
-            factor,
-            verdict,
-        ]
+        return [cell.row, name, format_number(cell.published), ours, f"{cell.tolerance:g}", factor, verdict]
 
 
 @dataclass(frozen=True)
@@ -140,44 +126,36 @@ class JudgedClaim:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the results."""
+        claim, numbers = self.claim, {name: _json(one) for name, one in self.numbers.items()}
         return {
-            "id": self.claim.name,
-            "text": self.claim.text,
-            "where": self.claim.where,
-            "rule": self.claim.rule.text,
-            "verdict": self.verdict,
-            "numbers": {name: _json(one) for name, one in self.numbers.items()},
-            "why": self.why or None,
-        }
+            "id": claim.name, "text": claim.text, "where": claim.where, "rule": claim.rule, "verdict": self.verdict,
+            "numbers": numbers, "why": self.why or None,
+        }  # fmt: skip
 
 
 def judge_cell(
     cell: Cell, numbers: Numbers, *, scale: str, definitions: str, absent: Mapping[str, str]
-) -> Iterator[JudgedCell]:
-    """Judge a cell by each of the definitions that were asked for.
-
-    Args:
-        absent: optional files that are missing, by name, with what to give.
-    """
+) -> list[JudgedCell]:
+    """Judge a cell by each of the definitions that were asked for; `absent` are optional files, by name, with what to give."""
     if cell.unavailable is not None:
-        yield JudgedCell(cell, "", None, None, cell.unavailable)
+        return [JudgedCell(cell, "", None, None, cell.unavailable)]
+    found = []
     for definition, formula in cell.formulas.items():
         if definition not in ("", definitions) and definitions != BOTH:
             continue
+        ours, judged, why = None, None, ""
         try:
             _check_files(cell, absent)
             ours = numbers.estimate(formula)
+            judged = agreement(ours, cell.published, cell.tolerance)
+            if scale in cell.not_at:
+                why = cell.not_at[scale]
+            elif judged.is_within and 0 < abs(cell.published.value) <= cell.tolerance:
+                why = f"the tolerance ({cell.tolerance:g}) is as large as the number, so a match would mean nothing"
         except Unmeasured as error:
-            yield JudgedCell(cell, definition, None, None, error.message)
-            continue
-        judged = agreement(ours, cell.published, cell.tolerance)
-        if scale in cell.not_at:
-            yield JudgedCell(cell, definition, ours, None, cell.not_at[scale])
-        elif cell.is_coarse and judged.is_within:
-            why = f"the tolerance ({cell.tolerance:g}) is as large as the number, so a match would mean nothing"
-            yield JudgedCell(cell, definition, ours, None, why)
-        else:
-            yield JudgedCell(cell, definition, ours, judged, "")
+            why = error.message
+        found.append(JudgedCell(cell, definition, ours, None if why else judged, why))
+    return found
 
 
 def judge_claim(claim: Claim, numbers: Numbers, *, scale: str, absent: Mapping[str, str]) -> JudgedClaim:
@@ -187,7 +165,7 @@ def judge_claim(claim: Claim, numbers: Numbers, *, scale: str, absent: Mapping[s
         holds = numbers.decide(claim.rule)
     except Unmeasured as error:
         return JudgedClaim(claim, NOT_RUN, {}, error.message)
-    known = {name: numbers.estimate(Formula(name)) for name in list_names(claim.rule)}
+    known = {name: numbers.estimate(name) for name in list_names(claim.rule)}
     if scale in claim.not_at:
         return JudgedClaim(claim, SHOWN, known, claim.not_at[scale])
     constant = numbers.constants(claim.rule) if holds is None else []
@@ -225,7 +203,6 @@ class Outcome:
     """A recipe, judged.
 
     Args:
-        rows: what the recipe's function yields.
         lacking: required files that are missing, and what to give, in a line; empty if all are there.
         missing: every file that is missing, optional ones as well, with what it is and what to give.
     """
@@ -259,157 +236,112 @@ class Outcome:
         return [f"{done.line}: {done.why}" for study in self.studies for done in study.ended if done.why is not None]
 
     @property
-    def line_figures(self) -> list[tuple[LineFigure, dict[str, MeasuredLine]]]:
-        """Figures of which any line was measured, with these lines."""
-        found = [(row, self._lines(row)) for row in self.rows if isinstance(row, LineFigure)]
-        return [(figure, lines) for figure, lines in found if lines]
+    def line_figures(self) -> list[tuple[LineFigure, dict[str, dict[float, Estimate]]]]:
+        """Figures of which any line was measured, with what was measured of each line, by its places."""
+        found = []
+        for figure in (row for row in self.rows if isinstance(row, LineFigure)):
+            lines: dict[str, dict[float, Estimate]] = {}
+            for name, formulas in figure.lines.items():
+                for x, formula in zip(figure.x, formulas, strict=True):
+                    with suppress(Unmeasured):
+                        estimate = self.numbers.estimate(formula)
+                        lines.setdefault(name, {})[float(x)] = estimate
+            found += [(figure, lines)] if lines else []
+        return found
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return how many cells and claims there are of each verdict."""
-        return {
-            "cells": dict(Counter(one.status for one in self.cells)),
-            "claims": dict(Counter(one.verdict for one in self.claims)),
-        }
+        cells, claims = Counter(one.status for one in self.cells), Counter(one.verdict for one in self.claims)
+        return {"cells": dict(cells), "claims": dict(claims)}
+
+    def summarize(self) -> list[str]:
+        """Say how many cells and claims there are of each verdict."""
+        return [format_counts(count) or "none" for count in self.counts().values()]
 
     def figures(self) -> dict[str, Figure]:
         """Draw published numbers beside ours, the recipe's figures, and those of its experiment."""
         found: dict[str, Figure] = {}
-        if any(one.ours is not None for one in self.cells):
-            columns: dict[str, list[Pair]] = {}
-            for one in self.cells:
-                columns.setdefault(one.cell.column, []).append(_pair(one))
-            panels = [(name, pairs) for name, pairs in columns.items() if any(pair.ours is not None for pair in pairs)]
+        columns: dict[str, list[Pair]] = {}
+        for one in self.cells:
+            name = f"{one.cell.row} ({one.definition})" if one.definition else one.cell.row
+            columns.setdefault(one.cell.column, []).append(Pair(name, one.cell.published, one.ours, one.cell.tolerance))
+        panels = [(name, pairs) for name, pairs in columns.items() if any(pair.ours is not None for pair in pairs)]
+        if panels:
             found["numbers"] = draw_agreement(panels, title=self.recipe.title)
         for figure, lines in self.line_figures:
-            found[figure.name] = draw_lines(
-                lines, title=figure.title, x_label=figure.x_label, y_label=figure.y_label, log=figure.log
-            )
+            shown = {name: build_line(points) for name, points in lines.items()}
+            labels = {"title": figure.title, "x_label": figure.x_label, "y_label": figure.y_label}
+            found[figure.name] = draw_measured_lines(shown, **labels, log=figure.log)
         if self.experiment.measured is not None:
             assert self.recipe.experiment is not None
-            found |= self.recipe.experiment.draw(self.experiment.measured, self.experiment.settings)
+            draw = self.recipe.experiment.find("draw")
+            found |= {} if draw is None else draw(self.experiment.measured, self.experiment.settings)
         for row in self.rows:
             if isinstance(row, MarginalFigure):
                 folder = next(one for one in self.studies if one.study is row.study).posteriors
-                if folder is not None and (shown := marginals(row, folder, seed=self.seed)) is not None:
-                    found[row.name] = shown.draw()
+                densities = None if folder is None else marginals(row, folder, seed=self.seed)
+                found |= {} if densities is None else {row.name: densities.draw()}
         return found
 
-    def _lines(self, figure: LineFigure) -> dict[str, MeasuredLine]:
-        """Return the lines, each at the places where it was measured."""
-        lines = {}
-        for name, formulas in figure.lines.items():
-            points = []
-            for x, formula in zip(figure.x, formulas, strict=True):
-                try:
-                    points.append((float(x), self.numbers.estimate(formula)))
-                except Unmeasured:
-                    continue
-            if points:
-                found = [one for _, one in points]
-                values, errors = [one.value for one in found], [one.standard_error for one in found]
-                lines[name] = MeasuredLine([x for x, _ in points], values, errors)
-        return lines
 
-
-def _pair(one: JudgedCell) -> Pair:
-    name = f"{one.cell.row} ({one.definition})" if one.definition else one.cell.row
-    ours = None if one.ours is None else MarkedNumber(one.ours.value, one.ours.standard_error)
-    published = MarkedNumber(one.cell.published.value, one.cell.published.standard_error)
-    return Pair(name, published, ours, one.cell.tolerance)
-
-
-@dataclass
-class Reproduction:
-    """Recipes at one scale, which may share parts.
-
-    Args:
-        workshop: has the parts.
-        counted: parts whose seconds a recipe has.
-    """
-
-    workshop: Workshop
-    counted: set[RecipePart] = field(default_factory=set)
-
-    def outcome(self, recipe: PaperRecipe) -> Outcome:
-        """Judge a recipe whose parts were made."""
-        workshop, options, places = self.workshop, self.workshop.options, self.workshop.places
-        scale, parts = options.scale, list_parts(recipe, options.scale)
-        start = time.monotonic()
-        studies, experiment = [workshop.study(one) for one in recipe.studies], workshop.experiment(recipe)
-        rows, numbers = read_rows(recipe, studies, experiment)
-        needs = [recipe.needs[scale], *(one.study.needs[scale] for one in studies)]
-        absent = _find_absent(needs, places)
-        cells = [
-            judged
-            for row in rows
-            if isinstance(row, Cell)
-            for judged in judge_cell(row, numbers, scale=scale, definitions=options.definitions, absent=absent)
-        ]
-        claims = [judge_claim(row, numbers, scale=scale, absent=absent) for row in rows if isinstance(row, Claim)]
-        lacks = [study.why for study in studies] + [places.missing(recipe.needs[scale].required.values())]
-        files = dict.fromkeys(file for one in needs for part in (one.required, one.optional) for file in part.values())
-        took = sum(workshop.made[part].seconds for part in parts if part not in self.counted)
-        self.counted |= {*parts}
-        return Outcome(
-            recipe=recipe,
-            rows=rows,
-            numbers=numbers,
-            cells=cells,
-            claims=claims,
-            studies=studies,
-            experiment=experiment,
-            lacking="; ".join(dict.fromkeys(one for one in lacks if one)),
-            missing=places.missing_each(files),
-            seconds=round(took + time.monotonic() - start, 2),
-            seed=workshop.run.compute.seed,
-        )
+def judge_recipe(workshop: Workshop, recipe: PaperRecipe) -> Outcome:
+    """Judge a recipe whose parts were made; it has the seconds of those that no recipe before has."""
+    options, places, scale, start = workshop.options, workshop.places, workshop.options.scale, time.monotonic()
+    studies, experiment = [workshop.study(one) for one in recipe.studies], workshop.experiment(recipe)
+    rows, numbers = read_rows(recipe, studies, experiment)
+    needs = [part.needs[scale] for part in (recipe, *recipe.studies)]
+    optional = {name: file for one in needs for name, file in one.optional.items()}
+    absent = {name: said for name, file in optional.items() if (said := places.missing([file]))}
+    cells: list[JudgedCell] = []
+    for row in rows:
+        if isinstance(row, Cell):
+            cells += judge_cell(row, numbers, scale=scale, definitions=options.definitions, absent=absent)
+    claims = [judge_claim(row, numbers, scale=scale, absent=absent) for row in rows if isinstance(row, Claim)]
+    lacks = [study.why for study in studies] + [workshop.missing(recipe)]
+    files = dict.fromkeys(file for one in needs for part in (one.required, one.optional) for file in part.values())
+    took = sum(workshop.made[part].seconds for part in recipe.parts if part not in workshop.counted)
+    workshop.counted |= {*recipe.parts}
+    return Outcome(
+        recipe, rows, numbers, cells, claims, studies, experiment,
+        lacking="; ".join(dict.fromkeys(one for one in lacks if one)), missing=places.missing_each(files),
+        seconds=round(took + time.monotonic() - start, 2), seed=workshop.run.compute.seed,
+    )  # fmt: skip
 
 
 def read_rows(recipe: PaperRecipe, studies: Sequence[StudyRun], experiment: ExperimentRun) -> tuple[list[Row], Numbers]:
-    """Run a recipe's function on what its studies and its experiment have measured."""
-    by_study = {one.study: one for one in studies}
-
-    def read(reading: Reading) -> Replicates:
-        return by_study[reading.study].replicates(reading)
-
-    results = Results(read)
-    rows = list(recipe.rows(results))
+    """Run a recipe's function, and read its numbers from what its studies and its experiment have measured."""
+    results, by_study = Results(), {one.study: one for one in studies}
+    rows = list(recipe.declared(results))
+    found: dict[str, Replicates] = {}
+    why: dict[str, str] = {}
+    for name, reading in results.readings.items():
+        try:
+            found[name] = by_study[reading.study].replicates(reading)
+        except Unmeasured as error:
+            why[name] = error.message
     correlations: dict[tuple[str, str], float] = {}
     for study, one in by_study.items():
-        own = {name: results.readings[name] for name in results.found if results.readings[name].study is study}
-        correlations |= one.correlations(own)
-    found = dict(results.found)
+        correlations |= one.correlations(
+            {name: results.readings[name] for name in found if results.readings[name].study is study}
+        )
     if experiment.measured is not None:
         found |= {name: (value,) for name, value in experiment.measured.values.items()}
-    return rows, Numbers(found, results.why, otherwise=experiment.why or "", correlations=correlations)
-
-
-def _find_absent(needs: list[Needs], places: Places) -> dict[str, str]:
-    """Return the optional files that are missing, with what to give."""
-    optional = {name: file for one in needs for name, file in one.optional.items()}
-    return {name: said for name, file in optional.items() if (said := places.missing([file]))}
+    return rows, Numbers(found, why, otherwise=experiment.why or "", correlations=correlations)
 
 
 # Densities of single weights that nobody picked.
 
 
 def marginals(figure: MarginalFigure, folder: Path, *, seed: int) -> Marginals | None:
-    """Return the densities; None if the run lacks one of the posteriors.
-
-    Args:
-        folder: of the posteriors of one checkpoint.
-    """
+    """Return the densities of the posteriors in a folder; None if it lacks one of them."""
     draws = {}
     for called, name in figure.posteriors.items():
-        files = (folder / f"{name}.nc", folder / f"{name}.safetensors")
-        path = next((one for one in files if one.is_file()), None)
+        path = next((one for end in ("nc", "safetensors") if (one := folder / f"{name}.{end}").is_file()), None)
         if path is None:
             return None
         draws[called] = _draws(path, seed=seed)
-    reference = next(iter(draws))
-    distances = standardised_distances(
-        draws[reference], {called: one for called, one in draws.items() if called != reference}
-    )
+    reference, *others = draws
+    distances = standardised_distances(draws[reference], {called: draws[called] for called in others})
     panels = [_panel(index, distances[index], draws) for index in quantile_indices(distances, _SHARES)]
     shares = ", ".join(f"{100 * share:g}%" for share in _SHARES[1:])
     how = (
@@ -447,10 +379,6 @@ def write_outcome(
 ) -> tuple[dict[str, Any], list[Path]]:
     """Write results.json and results.md, then the figures, so that a full disk leaves no figures without numbers.
 
-    Args:
-        folder: of the recipe at this scale.
-        line: the command that makes it.
-
     Returns:
         The document, and the files.
     """
@@ -471,32 +399,25 @@ def write_outcome(
 
 def _document(run: Run, outcome: Outcome, scale: str, line: str) -> dict[str, Any]:
     recipe = outcome.recipe
-    return {
-        "schema": SCHEMA,
-        "recipe": recipe.name,
-        "title": recipe.title,
-        "source": {"work": recipe.work, "where": recipe.where},
-        "note": recipe.note or None,
-        "scale": scale,
-        "command": line,
-        "rule": RULE,
-        "claim_rule": CLAIM_RULE,
-        "level": LEVEL,
-        "counts": outcome.counts(),
-        "cells": [one.to_json() for one in outcome.cells],
-        "claims": [one.to_json() for one in outcome.claims],
-        "measured": {
-            name: [{"value": one.value, "standard_error": one.standard_error} for one in found]
-            for name, found in outcome.numbers.found.items()
-        },
-        "settings": dict(outcome.experiment.settings),
-        "missing": outcome.missing,
-        "studies": {
-            one.study.name: {"not_run": one.why, "lines": [done.to_json() for done in one.ended]}
-            for one in outcome.studies
-        },
-        "environment": run.environment(),
+    studies = {
+        one.study.name: {
+            "not_run": one.why,
+            "lines": [{"line": done.line, "warnings": done.warnings, "failed": done.why} for done in one.ended],
+        }
+        for one in outcome.studies
     }
+    measured = {
+        name: [{"value": one.value, "standard_error": one.standard_error} for one in found]
+        for name, found in outcome.numbers.found.items()
+    }
+    return {
+        "schema": SCHEMA, "recipe": recipe.name, "title": recipe.title,
+        "source": {"work": recipe.work, "where": recipe.where}, "note": recipe.note or None, "scale": scale, "command": line,
+        "rule": RULE, "claim_rule": CLAIM_RULE, "level": LEVEL, "counts": outcome.counts(),
+        "cells": [one.to_json() for one in outcome.cells], "claims": [one.to_json() for one in outcome.claims],
+        "measured": measured, "settings": dict(outcome.experiment.settings), "missing": outcome.missing, "studies": studies,
+        "environment": run.environment(),
+    }  # fmt: skip
 
 
 def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str]) -> str:
@@ -506,7 +427,7 @@ def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str])
     parts += [recipe.note] if recipe.note else []
     if outcome.cells:
         rows = [one.texts("{} ({})") for one in outcome.cells]
-        parts.append(_table(["row", "column", "published", "ours", "tolerance", "k", "verdict"], rows))
+        parts.append(_table(COLUMNS, rows))
         parts.append(f"Verdicts: {RULE}.")
         reasons = dict.fromkeys(one.cell.because for one in outcome.cells if one.judged is not None)
         parts += ["Tolerances: " + "; ".join(reasons) + "."] if reasons else []
@@ -516,10 +437,10 @@ def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str])
     if outcome.line_figures:
         parts.append("## Numbers of the figures")
     for figure, lines in outcome.line_figures:
-        rows = []
-        for name, measured in lines.items():
-            found = {x: format_number(Estimate(value, error)) for x, value, error in zip(*measured, strict=True)}
-            rows.append([name, *(found.get(float(x), "") for x in figure.x)])
+        places = [float(x) for x in figure.x]
+        rows = [
+            [name, *(format_number(points[x]) if x in points else "" for x in places)] for name, points in lines.items()
+        ]
         parts.append(f"{figure.title}, {figure.y_label}:")
         parts.append(_table([figure.x_label, *(f"{x:g}" for x in figure.x)], rows))
     if outcome.missing:
@@ -537,12 +458,12 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def write_index(documents: Sequence[dict[str, Any]], target: Path, *, scale: str, line: str) -> None:
+def write_index(outcomes: Sequence[Outcome], lines: Sequence[str], target: Path, *, scale: str, line: str) -> None:
     """Write a page of all recipes: how many cells and claims have which verdict, and the command of each."""
-    rows = []
-    for one in documents:
-        told = [format_counts(one["counts"][kind]) or "none" for kind in ("cells", "claims")]
-        rows.append([f"[{one['title']}]({one['recipe']}/results.md)", *told, f"`{one['command']}`"])
+    rows = [
+        [f"[{one.recipe.title}]({one.recipe.name}/results.md)", *one.summarize(), f"`{command}`"]
+        for one, command in zip(outcomes, lines, strict=True)
+    ]
     head = [f"# Published results, reproduced: {scale}", f"    {line}"]
     page = "\n\n".join([*head, _table(["recipe", "cells", "claims", "command"], rows)]) + "\n"
     publish_bytes(target, page.encode(), may_replace=True)
@@ -555,11 +476,7 @@ def build_tables(outcomes: Sequence[Outcome]) -> list[Table]:
     """Return the numbers and claims of one recipe, or a line for each of several."""
     if len(outcomes) == 1:
         return _build_recipe_tables(outcomes[0])
-    rows = []
-    for one in outcomes:
-        counts = one.counts()
-        told = [format_counts(counts[kind]) or "none" for kind in ("cells", "claims")]
-        rows.append([one.recipe.name, *told, f"{one.seconds:.1f}"])
+    rows = [[one.recipe.name, *one.summarize(), f"{one.seconds:.1f}"] for one in outcomes]
     return [Table(["recipe", "numbers", "claims", "seconds"], rows)]
 
 
@@ -571,25 +488,20 @@ def _build_recipe_tables(outcome: Outcome) -> list[Table]:
             "k standard errors"
         )
         rows = [one.texts("{}, {}") for one in outcome.cells if one.ours is not None]
-        why = _reasons([one.why for one in outcome.cells if one.ours is None], "number")
-        columns, title = (
-            ["row", "column", "published", "ours", "tolerance", "k", "verdict"],
-            f"{recipe.title} ({recipe.where})",
-        )
-        found.append(Table(columns, rows, title, [note, *why]) if rows else _build_reasons_table(why, title))
+        why = [one.why for one in outcome.cells if one.ours is None]
+        found.append(_build_table(COLUMNS, rows, note, why, "number", title=f"{recipe.title} ({recipe.where})"))
     if outcome.claims:
         rows = [[one.verdict, one.claim.text, one.reason] for one in outcome.claims if one.verdict != NOT_RUN]
-        why = _reasons([one.why for one in outcome.claims if one.verdict == NOT_RUN], "claim")
-        found.append(
-            Table(["claim", "claim", "by"], rows, notes=[CLAIM_RULE, *why]) if rows else _build_reasons_table(why, "")
-        )
+        why = [one.why for one in outcome.claims if one.verdict == NOT_RUN]
+        found.append(_build_table(["claim", "claim", "by"], rows, CLAIM_RULE, why, "claim"))
     return found or [Table(["recipe"], [[recipe.name]], notes=["no numbers and no claims"])]
 
 
-def _build_reasons_table(why: list[str], title: str) -> Table:
-    return Table(["nothing ran"], [[one] for one in why], title)
-
-
-def _reasons(why: Sequence[str], what: str) -> list[str]:
-    """Say why cells or claims could not run, each reason once."""
-    return [f"{NOT_RUN}, {count_noun(count, what)}: {reason}" for reason, count in Counter(why).items()]
+def _build_table(
+    columns: list[str], rows: list[list[str]], note: str, why: Sequence[str], what: str, *, title: str = ""
+) -> Table:
+    """Return a table of what ran, and each reason why others did not, once; of these reasons alone if nothing ran."""
+    reasons = [f"{NOT_RUN}, {count_noun(count, what)}: {reason}" for reason, count in Counter(why).items()]
+    if not rows:
+        return Table(["nothing ran"], [[one] for one in reasons], title)
+    return Table(columns, rows, title, [note, *reasons])

@@ -13,7 +13,6 @@ import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,21 +28,24 @@ from bnncli.errors import BnnError, Interrupted, MissingInput, ReadError, WriteE
 from bnncli.evaluation.comparison import Estimate
 from bnncli.names import count_noun
 from bnncli.numerics.digests import file_sha256, json_sha256
-from bnncli.options.command import (
-    CommandLine,
-    CommonOptions,
-    ComputeOptions,
-    InputOptions,
-    LockOptions,
-    NameOptions,
-    RecordOptions,
-    RunOptions,
-    WriteOptions,
-)
-from bnncli.options.declaration import build_options, declaration, spell_options
+from bnncli.options import command
+from bnncli.options.command import CommandLine, CommonOptions
+from bnncli.options.declaration import declaration, build_options, spell_options
 from bnncli.papers.numbers import Replicates, Unmeasured
-from bnncli.papers.recipe import FILES, Files, Measurements, Needs, PaperRecipe, Place, Reading, Settings, Step, Study
-from bnncli.progress import Progress, Task
+from bnncli.papers.recipe import (
+    FILES,
+    Files,
+    Measurements,
+    Needs,
+    PaperRecipe,
+    Part,
+    Place,
+    Reading,
+    Settings,
+    Step,
+    Study,
+)  # fmt: skip
+from bnncli.progress import Progress
 from bnncli.session.run import Run, Voice
 from bnncli.system.input_files import read_object
 
@@ -52,16 +54,12 @@ if TYPE_CHECKING:
 
 MEASURED = "measured.npz"  # in a recipe's folder
 _FIXTURES = "fixtures"
-_HEAD, _ARRAY = "head", "array "  # names in that file: of its head, and before those of what is drawn
+_HEAD, _ARRAY = "head", "array "  # in that file: name of the head, prefix of what is drawn
 _WAIT = 60.0  # seconds for a lock: processes of a reproduction that was killed may still be saving their states
-_OF_RUNS = {
-    RunOptions: "run_options",
-    WriteOptions: "write",
-    ComputeOptions: "compute",
-    NameOptions: "naming",
-    LockOptions: "lock",
-    InputOptions: "inputs",
-    RecordOptions: "record",
+_OF_RUNS: dict[type, str] = {
+    **{command.RunOptions: "run_options", command.WriteOptions: "write", command.ComputeOptions: "compute"},
+    **{command.NameOptions: "naming", command.LockOptions: "lock", command.InputOptions: "inputs"},
+    command.RecordOptions: "record",
 }
 
 
@@ -103,11 +101,8 @@ class Places:
         if len(lacking) < 2:
             return "".join(f"needs {self._missing(file, FILES[file].partition(':')[0])}" for file in lacking)
         names = f"needs {lacking[0].partition('/')[2]} and {count_noun(len(lacking) - 1, 'other file')}"
-        used = {
-            place: folder
-            for place, folder in self.folders.items()
-            if any(file.startswith(f"{place}/") for file in lacking)
-        }
+        places = {file.partition("/")[0] for file in lacking}
+        used = {place: folder for place, folder in self.folders.items() if place in places}
         if asked := [f"--{place} DIR" for place, folder in used.items() if folder is None]:
             return f"{names}: give {' and '.join(asked)}"
         return f"{names}, which are not in {' and '.join(map(str, used.values()))}"
@@ -128,54 +123,30 @@ class Places:
 # Lines of a study, one after the other in this process.
 
 
-@dataclass
 class _Aside:
     """The voice of a step: its progress is shown, its warnings are kept for the results, and the rest is for -v."""
 
-    voice: Voice
-    warnings: list[str] = field(default_factory=list)
-    options: CommonOptions = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.options = self.voice.options
-
-    def debug(self, text: str) -> None:
-        self.voice.debug(text)
+    def __init__(self, voice: Voice) -> None:
+        self.options, self.debug, self.poll, self.task = voice.options, voice.debug, voice.poll, voice.task
+        self.warnings: list[str] = []
 
     def info(self, text: str) -> None:
-        self.voice.debug(str(spell_options(text)))
+        self.debug(str(spell_options(text)))
 
     def warn(self, text: str) -> None:
         text = str(spell_options(text))
-        if text not in self.warnings:
-            self.warnings.append(text)
-
-    def poll(self, where: str = "") -> None:
-        self.voice.poll(where)
-
-    def task(self, name: str, total: int) -> Task:
-        return self.voice.task(name, total)
+        self.warnings += [text] if text not in self.warnings else []
 
 
 @dataclass(frozen=True)
 class FinishedLine:
-    """A line that ended.
-
-    Args:
-        line: as it can be typed again.
-        document: its metrics and results; None if it failed or was left out.
-        why: it was; None if it ended well.
-    """
+    """A line as it can be typed again, its metrics and results, or why it failed or was left out."""
 
     line: str
     document: dict[str, Any] | None
-    seconds: float
-    warnings: tuple[str, ...]
-    why: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the results."""
-        return {"line": self.line, "warnings": list(self.warnings), "failed": self.why}
+    why: str | None = None
+    seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
 
 
 def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> FinishedLine:
@@ -183,7 +154,7 @@ def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> FinishedLine:
     for name, value in run.compute.given().items():  # seed, device and threads, where the line takes them and says none
         if name in list_options(line.groups) and not line.gives(name):
             line = line.having(name, value)
-    aside, start = _Aside(run.console), time.monotonic()
+    aside, start, document, why = _Aside(run.console), time.monotonic(), None, None
     try:
         result = _run_command(run, line, job, aside, force=force)
         said = {"metrics": result.metrics, **result.extra} if result.metrics else result.extra
@@ -191,12 +162,11 @@ def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> FinishedLine:
         if result.action == "up_to_date" and target.is_file():  # what it printed when it was made says more
             document = {**read_object(target), **document}
         publish_bytes(target, json.dumps(document).encode(), may_replace=True)
-        why = None
     except (Interrupted, ReadError, WriteError):
         raise
     except BnnError as error:
         document, why = None, str(spell_options(error.message + error.advice))
-    return FinishedLine(line.pasted(), document, round(time.monotonic() - start, 3), tuple(aside.warnings), why)
+    return FinishedLine(line.pasted(), document, why, round(time.monotonic() - start, 3), tuple(aside.warnings))
 
 
 def _run_command(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force: bool) -> Any:
@@ -208,19 +178,12 @@ def _run_command(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force:
     parts["lock"] = replace(parts["lock"], wait=max(parts["lock"].wait, _WAIT))
     argument = declaration("commands", line.command, "COMMAND").arguments[0]
     arguments = {argument.name: [Path(job.checkpoint)] if argument.is_many else Path(job.checkpoint)}
+    # fmt: off
     own_run = replace(
-        run,
-        command=line.command,
-        line=line,
-        arguments=arguments,
-        console=aside,
-        started=time.monotonic(),
-        heads={},
-        followed={},
-        is_named=False,
-        has_device=False,
-        **parts,
+        run, command=line.command, line=line, arguments=arguments, console=aside, started=time.monotonic(), heads={}, followed={},
+        is_named=False, has_device=False, **parts,
     )
+    # fmt: on
     return registry.load_module("commands", line.command).execute(own_run, own)
 
 
@@ -229,13 +192,7 @@ def _run_command(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force:
 
 @dataclass(frozen=True)
 class StudyRun:
-    """What came of a study.
-
-    Args:
-        folder: of it at its scale.
-        lines: how each ended, by checkpoint and name.
-        why: nothing ran; None if it ran.
-    """
+    """What came of a study: how each line ended, by checkpoint and name, or why nothing ran."""
 
     study: Study
     folder: Path
@@ -252,15 +209,14 @@ class StudyRun:
         """Return the correlation of each pair of these numbers, which were found, that are one score of the same examples."""
         if len(self.lines) != 1:  # several checkpoints are paired by checkpoint
             return {}
-        found: dict[tuple[str, str], float] = {}
         (lines,) = self.lines.values()
-        for name, reading in readings.items():
-            if not reading.called:
-                continue
-            _, known = _follow(_document(reading.step, lines), reading.entry)
-            correlations = known.get("correlations") or {}
-            for other, beside in readings.items():
-                value = correlations.get(beside.called) if _score(beside) == _score(reading) else None
+        scores = {name: reading for name, reading in readings.items() if reading.called}
+        found: dict[tuple[str, str], float] = {}
+        for name, reading in scores.items():
+            known = _follow(_document(reading.step, lines), reading.entry)[1].get("correlations") or {}
+            for other, beside in scores.items():
+                is_same = (beside.step, beside.entry[2:]) == (reading.step, reading.entry[2:])
+                value = known.get(beside.called) if is_same else None
                 if isinstance(value, int | float) and other != name and (other, name) not in found:
                     found[name, other] = float(value)
         return found
@@ -274,11 +230,6 @@ class StudyRun:
     def ended(self) -> list[FinishedLine]:
         """Every line."""
         return [done for lines in self.lines.values() for done in lines.values()]
-
-
-def _score(reading: Reading) -> tuple[str, Place] | None:
-    """Return what readings of the same score have in common: all but the prediction."""
-    return (reading.step, reading.entry[2:]) if reading.called else None
 
 
 def _estimate(reading: Reading, lines: Mapping[str, FinishedLine]) -> Estimate:
@@ -331,21 +282,15 @@ def _follow(document: Any, place: Place) -> tuple[Any, Any]:
 
 def _format_place(place: Place) -> str:
     """Write a place for people: rows[name=la.mc,split=test].metrics[name=nll].value."""
-    text = ""
-    for part in place:
-        if isinstance(part, str):
-            text += f".{part}" if text else part
-        else:
-            text += f"[{','.join(f'{key}={value}' for key, value in part.items())}]"
-    return text
+    parts = (
+        f".{part}" if isinstance(part, str) else f"[{','.join(f'{key}={value}' for key, value in part.items())}]"
+        for part in place
+    )
+    return "".join(parts).removeprefix(".")
 
 
 def run_study(run: Run, study: Study, scale: str, places: Places, *, folder: Path, force: bool = False) -> StudyRun:
-    """Run the steps on every checkpoint; what is there already is up to date.
-
-    Args:
-        folder: of the study at this scale.
-        force: run all of it again.
+    """Run the steps on every checkpoint; what is there already is up to date, unless `force` runs all of it again.
 
     Raises:
         ConfigError: a command refuses a step.
@@ -362,7 +307,7 @@ def run_study(run: Run, study: Study, scale: str, places: Places, *, folder: Pat
         failed = next((number for number in job.after if ended[number].why is not None), None)
         if failed is not None:
             said = f"it needs {jobs[failed].name}, which failed: {ended[failed].why}"
-            ended[job.number] = FinishedLine(job.line.pasted(), None, 0.0, (), said)
+            ended[job.number] = FinishedLine(job.line.pasted(), None, said)
         else:
             ended[job.number] = _run_line(run, job, folder / "documents" / f"{job.stem}.json", force=force)
         task.advance(note=job.name[:60])
@@ -383,7 +328,7 @@ def _plan(study: Study, scale: str, places: Places, folder: Path) -> list[Job]:
         if not files["arrays"].is_file() or files["arrays"].read_bytes() != content.getvalue():
             publish_bytes(files["arrays"], content.getvalue(), may_replace=True)
     said = f"{study.name}, {scale}: {study.title}. Written by reproduce; bnncli grid runs it on several devices."
-    text = grid_text(*study.steps(scale, files), run_dir=f"{folder}/runs/{{checkpoint}}", said=said)
+    text = grid_text(*study.declared(scale, files), run_dir=f"{folder}/runs/{{checkpoint}}", said=said)
     publish_bytes(folder / "grid.toml", text.encode(), may_replace=True)
     grid = read_grid(folder / "grid.toml")
     jobs = plan_jobs(grid)
@@ -392,22 +337,15 @@ def _plan(study: Study, scale: str, places: Places, folder: Path) -> list[Job]:
 
 
 def grid_text(checkpoints: Sequence[str], steps: Sequence[Step], *, run_dir: str, said: str) -> str:
-    """Return a grid's TOML file.
+    """Return a grid's TOML file, which says first what it is; `run_dir` is that of every step."""
 
-    Args:
-        run_dir: of every step that says none.
-        said: what the file is, for its first line.
-    """
-    lines = [f"# {said}", f"checkpoints = {_toml(list(checkpoints))}"]
+    def toml(value: Any) -> str:  # a text, number, boolean or list, which TOML writes as JSON does
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+    lines = [f"# {said}", f"checkpoints = {toml(list(checkpoints))}"]
     for step in steps:
-        lines += ["", "[[step]]", *(f"{key} = {_toml(value)}" for key, value in step.items())]
-        lines += [] if "run-dir" in step else [f"run-dir = {_toml(run_dir)}"]
+        lines += ["", "[[step]]", *(f"{key} = {toml(value)}" for key, value in {**step, "run-dir": run_dir}.items())]
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    """Write a text, number, boolean or list, which TOML writes as JSON does."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 # Experiments, and what they measured before.
@@ -415,12 +353,7 @@ def _toml(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ExperimentRun:
-    """What came of a recipe's experiment.
-
-    Args:
-        measured: None if the recipe has no experiment, or it did not run.
-        why: it, or a part of it, did not; None if all of it did.
-    """
+    """What came of a recipe's experiment, or why it, or a part of it, did not run."""
 
     settings: Settings
     measured: Measurements | None
@@ -430,15 +363,9 @@ class ExperimentRun:
 def digest_request(name: str, settings: Settings, files: Files, *, seed: int, progress: Progress) -> str:
     """Return the digest of all that the numbers of an experiment depend on: of a file its content, not its place."""
     inputs = {called: file_sha256(path, progress) for called, path in files.items()}
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]  # may change without the version
     asked = {"recipe": name, "settings": dict(settings), "inputs": inputs, "seed": seed, "version": bnncli.__version__}
-    return json_sha256(asked | {"experiments": _papers_sha256()})
-
-
-@cache
-def _papers_sha256() -> str:
-    """Return the digest of this folder's text, which may change without the version."""
-    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+    return json_sha256(asked | {"experiments": hashlib.sha256(b"\0".join(texts)).hexdigest()})
 
 
 def write_measurements(path: Path, request: str, measured: Measurements) -> None:
@@ -468,40 +395,6 @@ def read_measurements(path: Path, request: str) -> Measurements | None:
 
 
 @dataclass(frozen=True)
-class RecipePart:
-    """A study, or the experiment of a recipe, at one scale."""
-
-    source: Study | PaperRecipe
-    scale: str
-
-    @property
-    def name(self) -> str:
-        """The study's or the recipe's name."""
-        return self.source.name
-
-    @property
-    def is_study(self) -> bool:
-        """Whether it is a study."""
-        return isinstance(self.source, Study)
-
-    @property
-    def after(self) -> tuple[str, ...]:
-        """Studies whose files it reads."""
-        reads = self.source.reads.values() if isinstance(self.source, PaperRecipe) else ()
-        return tuple(dict.fromkeys(file.partition("/")[0] for file in reads))
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Files without which nothing of it runs."""
-        return tuple(self.source.needs[self.scale].required.values())
-
-    @property
-    def seconds(self) -> float:
-        """About how long it takes; 0 if it was not timed."""
-        return self.source.seconds.get(self.scale, 0.0)
-
-
-@dataclass(frozen=True)
 class MadePart:
     """A part that was made, and the seconds that it took."""
 
@@ -509,41 +402,36 @@ class MadePart:
     seconds: float
 
 
-def list_parts(recipe: PaperRecipe, scale: str) -> list[RecipePart]:
-    """Return the parts of a recipe, in an order in which none reads what a later one writes."""
-    studies = [RecipePart(study, scale) for study in recipe.studies]
-    return studies if recipe.experiment is None else [*studies, RecipePart(recipe, scale)]
-
-
 @dataclass
 class Workshop:
-    """Where parts are made, at one scale.
-
-    Args:
-        folder: of this scale.
-        made: the parts that there are.
-    """
+    """Where parts are made, at one scale, in its folder; `made` are those that there are, `counted` those whose seconds a recipe has."""
 
     run: Run
     options: ReproduceOptions
     places: Places
     folder: Path
-    made: dict[RecipePart, MadePart] = field(default_factory=dict)
+    made: dict[Part, MadePart] = field(default_factory=dict)
+    counted: set[Part] = field(default_factory=set)
 
-    def make(self, part: RecipePart) -> None:
+    def missing(self, part: Part) -> str:
+        """Say what to give for files without which nothing of a part runs; empty if all are there."""
+        return self.places.missing(part.needs[self.options.scale].required.values())
+
+    def make(self, part: Part) -> None:
         """Make a part; those that it reads are there. Raises as run_study does."""
         start = time.monotonic()
         found: StudyRun | ExperimentRun
-        if isinstance(part.source, PaperRecipe):
-            found = self._run_experiment(part.source)
+        if isinstance(part, PaperRecipe):
+            found = self._run_experiment(part)
         else:
-            folder, force = self.folder / "studies" / part.name, self.options.force
-            found = run_study(self.run, part.source, part.scale, self.places, folder=folder, force=force)
+            assert isinstance(part, Study)
+            folder, options = self.folder / "studies" / part.name, self.options
+            found = run_study(self.run, part, options.scale, self.places, folder=folder, force=options.force)
         self.made[part] = MadePart(found, time.monotonic() - start)
 
     def study(self, study: Study) -> StudyRun:
         """Return a study that was made."""
-        result = self.made[RecipePart(study, self.options.scale)].result
+        result = self.made[study].result
         assert isinstance(result, StudyRun)
         return result
 
@@ -551,16 +439,15 @@ class Workshop:
         """Return the experiment of a recipe, which was made if there is one."""
         if recipe.experiment is None:
             return ExperimentRun({}, None, None)
-        result = self.made[RecipePart(recipe, self.options.scale)].result
+        result = self.made[recipe].result
         assert isinstance(result, ExperimentRun)
         return result
 
     def _run_experiment(self, recipe: PaperRecipe) -> ExperimentRun:
         assert recipe.experiment is not None
-        needs = recipe.needs[self.options.scale]
-        if said := self.places.missing(needs.required.values()):
+        if said := self.missing(recipe):
             return ExperimentRun({}, None, said)
-        files, said = self._files(recipe, needs)
+        files, said = self._files(recipe)
         if said and not any(name in files for name in recipe.reads):
             return ExperimentRun({}, None, said)
         asked = recipe.settings[self.options.scale]
@@ -572,7 +459,7 @@ class Workshop:
             return ExperimentRun(settings, measured, said or None)
         generator = self.run.stream(f"reproduce/{recipe.name}")
         try:
-            measured = recipe.experiment.measure(settings, files, generator=generator, progress=progress)
+            measured = recipe.experiment.find("measure")(settings, files, generator=generator, progress=progress)
         except (Interrupted, ReadError, WriteError):
             raise
         except BnnError as error:
@@ -580,16 +467,16 @@ class Workshop:
         write_measurements(place, request, measured)
         return ExperimentRun(settings, measured, said or None)
 
-    def _files(self, recipe: PaperRecipe, needs: Needs) -> tuple[dict[str, Path], str]:
+    def _files(self, recipe: PaperRecipe) -> tuple[dict[str, Path], str]:
         """Return what the experiment reads, by its names, and why it lacks what studies have not written."""
-        files, why = self.places.found(needs), {}
-        studies = {study.name: study for study in recipe.studies}
+        files, why = self.places.found(recipe.needs[self.options.scale]), []
+        studies = {study.name: self.study(study) for study in recipe.studies}
         for name, file in recipe.reads.items():
-            study = self.study(studies[file.partition("/")[0]])
+            study = studies[file.partition("/")[0]]
             path = study.folder / file.partition("/")[2]
             if study.why is None and path.is_file():
                 files[name] = path
             else:
                 failed = next((done.why for done in study.ended if done.why is not None), f"{file} was not written")
-                why[name] = study.why or failed
-        return files, "; ".join(dict.fromkeys(why.values()))
+                why.append(study.why or failed)
+        return files, "; ".join(dict.fromkeys(why))

@@ -12,18 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
-from bnncli.papers.recipe import Files, Grid, Step, needs, step, study
+from bnncli.papers.recipe import Files, Grid, Step, Study, needs, step, study
 
 QUICK_FMNIST = {
     "net": "fixtures/lenet5-fmnist.pt",
     **{name: f"fixtures/{name}.npz" for name in ("train", "val", "test")},
 }
-PAPER_FMNIST = {
-    **{f"net{n}": f"checkpoints/lenet-fmnist-{n}.pt" for n in (1, 2, 3)},
-    "train": "data/fmnist-train.npz",
-    "test": "data/fmnist-test.npz",
-}
+PAPER_FMNIST = {f"net{n}": f"checkpoints/lenet-fmnist-{n}.pt" for n in (1, 2, 3)}
+PAPER_FMNIST |= {"train": "data/fmnist-train.npz", "test": "data/fmnist-test.npz"}
 RESNET20 = {"model": "resnet20", "mean": "0.485,0.456,0.406", "std": "0.229,0.224,0.225"}
+RESNET20_FILES = {
+    "net": "checkpoints/resnet20-12fca82f.th",
+    "train": "data/cifar10-train10k.npz",
+    "test": "data/cifar10-test.npz",
+}
+WIDE_RESNET_FILES = {
+    "net": "checkpoints/wrn16-4-cifar10.pt",
+    "train": "data/cifar10-train.npz",
+    "test": "data/cifar10-test.npz",
+}
 ANGLES = range(15, 181, 15)
 SEVERITIES = range(1, 6)
 CORRUPTIONS: tuple[str, ...] = (
@@ -33,6 +40,9 @@ CORRUPTIONS: tuple[str, ...] = (
 QUICK_CORRUPTIONS: tuple[str, ...] = ("gaussian-noise", "gaussian-blur", "contrast", "jpeg")
 SHIFTED_SCORES = ["nll", "ece"]
 SCORES = ["nll", "accuracy", "brier", "ece"]
+SAMPLERS = {"quick": {"chains": 8, "draws": 100}, "paper": {"chains": 16, "draws": 260}}
+# fmt: off
+TRAININGS: dict[str, dict[str, Any]] = {"quick": {"epochs": 30, "learning_rate": 0.02}, "paper": {"epochs": 20, "learning_rate": 0.001}}
 
 
 def _npz(files: Files, **limits: str) -> list[str]:
@@ -47,21 +57,10 @@ def _fmnist(scale: str, files: Files) -> tuple[list[str], list[str], list[str]]:
     return [str(files[f"net{n}"]) for n in (1, 2, 3)], _npz(files, train="", test=""), ["val=test:2000"]
 
 
-def _refine(name: str, length: int | list[int], *, base: str = "{la}", prior: float, epochs: int, rate: float) -> Step:
+def _refine(name: str, length: int | list[int], *, base: str = "{la}", prior: float, epochs: int, learning_rate: float) -> Step:
     """Refine with radial layers in weight space, as published."""
-    return step(
-        "refine",
-        name,
-        base=base,
-        flow="radial",
-        length=length,
-        space="weight",
-        prior_precision=prior,
-        epochs=epochs,
-        batch_size=128,
-        learning_rate=rate,
-        patience=0,
-    )
+    return step("refine", name, base=base, flow="radial", length=length, space="weight", prior_precision=prior, epochs=epochs,
+                batch_size=128, learning_rate=learning_rate, patience=0)
 
 
 def _hmc(name: str, *, chains: int, draws: int, seed: int | None = None) -> Step:
@@ -71,27 +70,17 @@ def _hmc(name: str, *, chains: int, draws: int, seed: int | None = None) -> Step
 # Last layers.
 
 
-def _last_layer(
-    scale: str,
-    *,
-    extract: Mapping[str, Any],
-    prior: float,
-    structure: str = "full",
-    epochs: int = 20,
-    rate: float = 0.001,
-    scores: list[str] = SCORES,
-) -> list[Step]:
+def _last_layer(scale: str, *, extract: Mapping[str, Any], prior: float, structure: str = "full",
+                training: Mapping[str, Any] = TRAININGS["paper"], scores: list[str] = SCORES) -> list[Step]:
     """Fit Laplace as published, radial refinements of it, HMC and the Gaussian at the mode; predict and score with each.
 
     Args:
         extract: options of extract-features.
         prior: precision of the target's prior.
         structure: of both Gaussians.
-        epochs, rate: of refinement.
         scores: of compare.
     """
-    sampler = {"chains": 8, "draws": 150} if scale == "quick" else {"chains": 16, "draws": 260}
-    bootstrap = 200 if scale == "quick" else 1000
+    sampler = SAMPLERS[scale] | ({"draws": 150} if scale == "quick" else {})
     lengths = [1, 5, 10, 30]
     return [
         step("extract-features", **extract),
@@ -99,97 +88,61 @@ def _last_layer(
         # As published: at the network's weights, with the precision that the marginal likelihood prefers.
         step("fit-laplace", "la", center="checkpoint", prior_precision="marglik", structure=structure),
         step("fit-laplace", "mode", prior_precision=prior, structure=structure),
-        _refine("refined", lengths, prior=prior, epochs=epochs, rate=rate),
+        _refine("refined", lengths, prior=prior, **training),
         # From the prior instead: what a flow does that does not start from an approximation of the posterior.
-        _refine("naive", lengths, base="prior", prior=prior, epochs=epochs, rate=rate),
+        _refine("naive", lengths, base="prior", prior=prior, **training),
         _hmc("hmc", **sampler),
         # The same with another seed: the distance of two samples of one posterior.
         _hmc("hmc-again", **sampler, seed=777),
-        step(
-            "predict",
-            posterior=["map", "temperature", "{la}", "{mode}", "{refined*}", "{naive*}", "{hmc}", "{hmc-again}"],
-        ),
+        step("predict", posterior=["map", "temperature", "{la}", "{mode}", "{refined*}", "{naive*}", "{hmc}", "{hmc-again}"]),
         # Published: 20 draws of each approximation; many of Laplace beside few of HMC; none.
-        step(
-            "predict", "few", posterior=[["{la}"], ["{mode}"], ["{refined}"], ["{naive}"]], integrator="mc", samples=20
-        ),
+        step("predict", "few", posterior=[["{la}"], ["{mode}"], ["{refined}"], ["{naive}"]], integrator="mc", samples=20),
         step("predict", "many", posterior=[["{la}"]], integrator="mc", samples=10000, split="test"),
         step("predict", "ten", posterior=[["{la}"], ["{hmc}"]], integrator="mc", samples=10, split="test"),
         step("predict", "probit", posterior=[["{la}"], ["{mode}"]], integrator="probit", split="test"),
-        step("evaluate", split="test", bootstrap=bootstrap),
         # With correlations over examples, so that differences of posteriors are those of pairs.
-        step("compare", metric=scores, bootstrap=bootstrap),
+        *_score(scale, scores, split="test"),
     ]
 
 
-@study(
-    "fmnist-last-layer",
-    "The last layer of LeNet-5 on Fashion-MNIST: Laplace as published, radial refinements of it, HMC, and the Gaussian at the mode",
-    seconds={"quick": 90},
-    quick=needs(
-        QUICK_FMNIST,
-        mnist="fixtures/mnist.npz",
-        optional={"kmnist": "data/kmnist-test.npz", "emnist": "data/emnist-digits-test.npz"},
-    ),
-    paper=needs(
-        PAPER_FMNIST,
-        optional={
-            "mnist": "data/mnist-test.npz",
-            "kmnist": "data/kmnist-test.npz",
-            "emnist": "data/emnist-digits-test.npz",
-        },
-    ),
-)
+def _score(scale: str, scores: list[str] = SCORES, **evaluated: Any) -> list[Step]:
+    bootstrap = 200 if scale == "quick" else 1000
+    return [step("evaluate", **evaluated, bootstrap=bootstrap), step("compare", metric=scores, bootstrap=bootstrap)]
+
+
+@study("fmnist-last-layer", "The last layer of LeNet-5 on Fashion-MNIST: Laplace as published, radial refinements of it, HMC, and the "
+       "Gaussian at the mode", seconds=90,
+       quick=needs(QUICK_FMNIST, mnist="fixtures/mnist.npz",
+                   optional={"kmnist": "data/kmnist-test.npz", "emnist": "data/emnist-digits-test.npz"}),
+       paper=needs(PAPER_FMNIST, optional={"mnist": "data/mnist-test.npz", "kmnist": "data/kmnist-test.npz",
+                                           "emnist": "data/emnist-digits-test.npz"}))
 def fmnist_last_layer(scale: str, files: Files) -> Grid:
     """Take the published prior precision, 510, which val prefers with 60,000 examples; of the small network val prefers 1,000."""
     checkpoints, data, hold_out = _fmnist(scale, files)
-    limit = "@1000" if scale == "quick" else ""
-    ood = _npz(files, mnist="", kmnist=limit, emnist=limit)
-    fit: dict[str, Any] = {"prior": 1000, "epochs": 30, "rate": 0.02} if scale == "quick" else {"prior": 510}
-    extract = {"model": "lenet5", "model_arg": [], "data": data, "hold_out": hold_out, "ood": ood}
-    return checkpoints, _last_layer(scale, extract=extract, **fit, scores=[*SCORES, "fpr95"])
+    limit, prior = ("@1000", 1000) if scale == "quick" else ("", 510)
+    extract = {"model": "lenet5", "model_arg": [], "data": data, "hold_out": hold_out,
+               "ood": _npz(files, mnist="", kmnist=limit, emnist=limit)}
+    return checkpoints, _last_layer(scale, extract=extract, prior=prior, training=TRAININGS[scale], scores=[*SCORES, "fpr95"])
 
 
-@study(
-    "cifar10-last-layer",
-    "The same of a WideResNet-16-4 on CIFAR-10; at quick of a public ResNet-20",
-    seconds={"quick": 90},
-    quick=needs(
-        net="checkpoints/resnet20-12fca82f.th",
-        train="data/cifar10-train10k.npz",
-        test="data/cifar10-test.npz",
-        optional={"svhn": "data/svhn-test.npz", "lsun": "data/lsun-val.npz", "cifar100": "data/cifar100-test5k.npz"},
-    ),
-    paper=needs(
-        net="checkpoints/wrn16-4-cifar10.pt",
-        train="data/cifar10-train.npz",
-        test="data/cifar10-test.npz",
-        optional={"svhn": "data/svhn-test.npz", "lsun": "data/lsun-val.npz", "cifar100": "data/cifar100-test.npz"},
-    ),
-)
+OTHERS = {"svhn": "data/svhn-test.npz", "lsun": "data/lsun-val.npz"}
+
+
+@study("cifar10-last-layer", "The same of a WideResNet-16-4 on CIFAR-10; at quick of a public ResNet-20", seconds=90,
+       quick=needs(RESNET20_FILES, optional={**OTHERS, "cifar100": "data/cifar100-test5k.npz"}),
+       paper=needs(WIDE_RESNET_FILES, optional={**OTHERS, "cifar100": "data/cifar100-test.npz"}))
 def cifar10_last_layer(scale: str, files: Files) -> Grid:
-    checkpoints = [str(files["net"])]
     if scale == "quick":
-        extract = {
-            "model": RESNET20["model"],
-            "model_arg": [],
-            "mean": RESNET20["mean"],
-            "std": RESNET20["std"],
-            "data": _npz(files, train="@2000", test=""),
-            "hold_out": ["val=test:2000"],
-            "ood": _npz(files, svhn="", lsun="", cifar100="@2000"),
-        }
-        return checkpoints, _last_layer(scale, extract=extract, prior=10, epochs=30, rate=0.02)
+        extract = {"model": RESNET20["model"], "model_arg": [], "mean": RESNET20["mean"], "std": RESNET20["std"],
+                   "data": _npz(files, train="@2000", test=""), "hold_out": ["val=test:2000"],
+                   "ood": _npz(files, svhn="", lsun="", cifar100="@2000")}
+        return [str(files["net"])], _last_layer(scale, extract=extract, prior=10, training=TRAININGS[scale])
     extract = _wide_resnet(files, classes=10) | {"ood": _npz(files, svhn="", lsun="", cifar100="")}
-    return checkpoints, _last_layer(scale, extract=extract, prior=40)
+    return [str(files["net"])], _last_layer(scale, extract=extract, prior=40)
 
 
-CIFAR100 = needs(
-    net="checkpoints/wrn16-4-cifar100.pt",
-    train="data/cifar100-train.npz",
-    test="data/cifar100-test.npz",
-    optional={"svhn": "data/svhn-test.npz", "lsun": "data/lsun-val.npz", "cifar10": "data/cifar10-test.npz"},
-)
+CIFAR100 = needs(net="checkpoints/wrn16-4-cifar100.pt", train="data/cifar100-train.npz", test="data/cifar100-test.npz",
+                 optional={**OTHERS, "cifar10": "data/cifar10-test.npz"})
 
 
 @study("cifar100-last-layer", "The same of a WideResNet-16-4 on CIFAR-100", quick=CIFAR100, paper=CIFAR100)
@@ -201,12 +154,8 @@ def cifar100_last_layer(scale: str, files: Files) -> Grid:
 
 def _wide_resnet(files: Files, *, classes: int, limit: str = "") -> dict[str, Any]:
     """Return options of extract-features for a WideResNet-16-4 on CIFAR."""
-    return {
-        "model": "wide-resnet",
-        "model_arg": ["depth=16", "width=4", f"classes={classes}"],
-        "data": _npz(files, train=limit, test=""),
-        "hold_out": ["val=test:2000"],
-    }
+    return {"model": "wide-resnet", "model_arg": ["depth=16", "width=4", f"classes={classes}"],
+            "data": _npz(files, train=limit, test=""), "hold_out": ["val=test:2000"]}
 
 
 REVIEWS = needs(net="checkpoints/minilm-reviews", train="data/reviews-train.csv", test="data/reviews-test.csv")
@@ -215,48 +164,30 @@ REVIEWS = needs(net="checkpoints/minilm-reviews", train="data/reviews-train.csv"
 @study("reviews-last-layer", "The same of a sentence encoder on movie reviews", quick=REVIEWS, paper=REVIEWS)
 def reviews_last_layer(scale: str, files: Files) -> Grid:
     limit, held_out = ("@2000", 500) if scale == "quick" else ("", 2000)
-    extract = {
-        "model": f"hf:{files['net']}",
-        "model_arg": [],
-        "data": [f"train=csv:{files['train']}{limit}", f"test=csv:{files['test']}{limit}"],
-        "hold_out": [f"val=test:{held_out}"],
-        "ood": [],
-    }
+    extract = {"model": f"hf:{files['net']}", "model_arg": [],
+               "data": [f"train=csv:{files['train']}{limit}", f"test=csv:{files['test']}{limit}"],
+               "hold_out": [f"val=test:{held_out}"], "ood": []}
     return ["reviews"], _last_layer(scale, extract=extract, prior=40)
 
 
-@study(
-    "cifar10-resnet20",
-    "The last layer of a public ResNet-20 on CIFAR-10, beside full-batch HMC of another ResNet-20",
-    seconds={"quick": 36},
-    quick=needs(
-        net="checkpoints/resnet20-12fca82f.th",
-        train="data/cifar10-train10k.npz",
-        test="data/cifar10-test.npz",
-        reference="data/cifar10-test-hmc.npz",
-    ),
-    paper=needs(
-        net="checkpoints/resnet20-12fca82f.th",
-        train="data/cifar10-train.npz",
-        test="data/cifar10-test.npz",
-        reference="data/cifar10-test-hmc.npz",
-    ),
-)
+REFERENCE = {"reference": "data/cifar10-test-hmc.npz"}
+
+
+@study("cifar10-resnet20", "The last layer of a public ResNet-20 on CIFAR-10, beside full-batch HMC of another ResNet-20", seconds=36,
+       quick=needs(RESNET20_FILES, REFERENCE),
+       paper=needs(RESNET20_FILES | {"train": "data/cifar10-train.npz"}, REFERENCE))
 def cifar10_resnet20(scale: str, files: Files) -> Grid:
     """Take prior precision 40, the refinement paper's for CIFAR-10; of 2,000 examples val prefers one near 10."""
-    is_quick = scale == "quick"
-    limit, prior, epochs, rate = ("@2000", 10, 30, 0.02) if is_quick else ("@50000", 40, 20, 0.001)
-    bootstrap = 200 if is_quick else 1000
+    limit, prior = ("@2000", 10) if scale == "quick" else ("@50000", 40)
     return [str(files["net"])], [
         step("extract-features", **RESNET20, data=_npz(files, train=limit, test=""), hold_out="val=test:2000"),
         step("fit-temperature"),
         step("fit-laplace", "la", center="checkpoint", prior_precision="marglik", structure="full"),
         step("fit-laplace", "mode", prior_precision=prior, structure="full"),
-        _refine("refined", 5, prior=prior, epochs=epochs, rate=rate),
-        _hmc("hmc", chains=8 if is_quick else 16, draws=100 if is_quick else 260),
+        _refine("refined", 5, prior=prior, **TRAININGS[scale]),
+        _hmc("hmc", **SAMPLERS[scale]),
         step("predict", posterior=["map", "temperature", "{la}", "{mode}", "{refined}", "{hmc}"], split="test"),
-        step("evaluate", reference=f"{files['reference']}:hmc", bootstrap=bootstrap),
-        step("compare", metric=SCORES, bootstrap=bootstrap),
+        *_score(scale, reference=f"{files['reference']}:hmc"),
     ]
 
 
@@ -265,53 +196,36 @@ def cifar10_resnet20(scale: str, files: Files) -> Grid:
 
 def _shifted(scale: str, *, prior: float, splits: list[str]) -> list[Step]:
     """Fit the posteriors of figure 8 and predict every split; refinement by 30 layers at paper alone."""
-    is_quick = scale == "quick"
-    epochs, rate = (30, 0.02) if is_quick else (20, 0.001)
-    longest = [] if is_quick else [_refine("refined-30", 30, prior=prior, epochs=epochs, rate=rate)]
-    refined = ["{refined-5}"] if is_quick else ["{refined-5}", "{refined-30}"]
+    lengths = [5] if scale == "quick" else [5, 30]
+    refined = [f"{{refined-{length}}}" for length in lengths]
     return [
         step("fit-temperature"),
         step("fit-laplace", "la", center="checkpoint", prior_precision="marglik"),
         step("fit-laplace", "mode", prior_precision=prior),
-        _refine("refined-5", 5, prior=prior, epochs=epochs, rate=rate),
-        *longest,
-        _hmc("hmc", chains=8 if is_quick else 16, draws=100 if is_quick else 260),
+        *(_refine(f"refined-{length}", length, prior=prior, **TRAININGS[scale]) for length in lengths),
+        _hmc("hmc", **SAMPLERS[scale]),
         step("predict", posterior=["map", "temperature", "{la}", "{mode}", *refined, "{hmc}"], split=splits),
     ]
 
 
-@study(
-    "fmnist-rotations",
-    "Rotated Fashion-MNIST: the last layer of LeNet-5 under a shift that grows",
-    seconds={"quick": 25},
-    quick=needs(QUICK_FMNIST),
-    paper=needs(PAPER_FMNIST),
-)
+@study("fmnist-rotations", "Rotated Fashion-MNIST: the last layer of LeNet-5 under a shift that grows", seconds=25,
+       quick=needs(QUICK_FMNIST), paper=needs(PAPER_FMNIST))
 def fmnist_rotations(scale: str, files: Files) -> Grid:
     """Leave the rows of val out of every rotated test set: the published experiment has one split for all angles."""
     checkpoints, data, hold_out = _fmnist(scale, files)
     angles = [angle for angle in ANGLES if scale == "paper" or angle % 30 == 0]
     rotated = [
-        step(
-            "extract-features",
-            f"rot{angle}",
-            model="lenet5",
-            data=f"rot{angle}=npz:{files['test']}",
-            rotate=angle,
-            hold_out=[f"rest{angle}=rot{angle}:2000"] if scale == "paper" else [],
-        )
+        step("extract-features", f"rot{angle}", model="lenet5", data=f"rot{angle}=npz:{files['test']}", rotate=angle,
+             hold_out=[f"rest{angle}=rot{angle}:2000"] if scale == "paper" else [])
         for angle in angles
     ]
-    splits = ["test", *(f"rot{angle}" for angle in angles)]
+    splits = [f"rot{angle}" for angle in angles]
     return checkpoints, [
         step("extract-features", model="lenet5", data=data, hold_out=hold_out),
         *rotated,
-        *_shifted(scale, prior=1000 if scale == "quick" else 510, splits=splits),
+        *_shifted(scale, prior=1000 if scale == "quick" else 510, splits=["test", *splits]),
         step("compare", metric=SHIFTED_SCORES, bootstrap=100),
-        *(
-            step("compare", f"compare-{split}", split=split, metric=SHIFTED_SCORES, bootstrap=100)
-            for split in splits[1:]
-        ),
+        *(step("compare", f"compare-{split}", split=split, metric=SHIFTED_SCORES, bootstrap=100) for split in splits),
     ]
 
 
@@ -330,40 +244,22 @@ def random_rows(scale: str, files: Files) -> Mapping[str, NDArray[Any]]:
     val, test = np.sort(order[:num_val]), np.sort(order[num_val : num_val + num_test])
     return {"x_val": images[val], "y_val": labels[val], "x_test": images[test], "y_test": labels[test]}
 
-
-@study(
-    "cifar10-corruptions",
-    "Corrupted CIFAR-10: last layers under generated corruptions",
-    seconds={"quick": 38},
-    quick=needs(
-        net="checkpoints/resnet20-12fca82f.th", train="data/cifar10-train10k.npz", test="data/cifar10-test.npz"
-    ),
-    paper=needs(net="checkpoints/wrn16-4-cifar10.pt", train="data/cifar10-train.npz", test="data/cifar10-test.npz"),
-    prepare=random_rows,
-)
+@study("cifar10-corruptions", "Corrupted CIFAR-10: last layers under generated corruptions", seconds=38, prepare=random_rows,
+       quick=needs(RESNET20_FILES), paper=needs(WIDE_RESNET_FILES))
 def cifar10_corruptions(scale: str, files: Files) -> Grid:
     """At quick take a public ResNet-20, whose inputs are normalised; of 2,000 examples val prefers prior precision 10."""
     if scale == "quick":
-        network: dict[str, Any] = {
-            "model": "resnet20",
-            "model_arg": [],
-            "mean": RESNET20["mean"],
-            "std": RESNET20["std"],
-        }
+        network: dict[str, Any] = {"model": "resnet20", "model_arg": [], "mean": RESNET20["mean"], "std": RESNET20["std"]}
         kinds, severities, num_train, prior = QUICK_CORRUPTIONS, range(1, 6, 2), 2000, 10
     else:
-        network = {"model": "wide-resnet", "model_arg": ["depth=16", "width=4", "classes=10"]}
-        network |= {"mean": "0,0,0", "std": "1,1,1"}
+        network = {"model": "wide-resnet", "model_arg": ["depth=16", "width=4", "classes=10"], "mean": "0,0,0", "std": "1,1,1"}
         kinds, severities, num_train, prior = CORRUPTIONS, SEVERITIES, 50000, 40
     test = f"npz:{files['arrays']}:x_test,y_test"
     data = [f"train=npz:{files['train']}@{num_train}", f"val=npz:{files['arrays']}:x_val,y_val", f"test={test}"]
     splits = {f"{kind}-{severity}": f"{kind}:{severity}" for kind in kinds for severity in severities}
     return [str(files["net"])], [
         step("extract-features", **network, data=data),
-        *(
-            step("extract-features", name, **network, data=f"{name}={test}", corrupt=corruption)
-            for name, corruption in splits.items()
-        ),
+        *(step("extract-features", name, **network, data=f"{name}={test}", corrupt=one) for name, one in splits.items()),
         *_shifted(scale, prior=prior, splits=["test", *splits]),
         step("evaluate", bootstrap=100),
     ]
@@ -372,60 +268,35 @@ def cifar10_corruptions(scale: str, files: Files) -> Grid:
 # All layers, and answers of several classes.
 
 
-@study(
-    "fmnist-all-layers",
-    "All layers of an MLP on Fashion-MNIST: a diagonal Laplace approximation, radial refinements of it, HMC",
-    seconds={"quick": 45},
-    quick=needs(
-        net="checkpoints/mlp10-fmnist.safetensors",
-        train="fixtures/train.npz",
-        val="fixtures/val.npz",
-        test="fixtures/test.npz",
-    ),
-    paper=needs(net="checkpoints/mlp-fmnist.safetensors", train="data/fmnist-train.npz", test="data/fmnist-test.npz"),
-)
+@study("fmnist-all-layers", "All layers of an MLP on Fashion-MNIST: a diagonal Laplace approximation, radial refinements of it, HMC",
+       seconds=45, quick=needs(QUICK_FMNIST | {"net": "checkpoints/mlp10-fmnist.safetensors"}),
+       paper=needs(net="checkpoints/mlp-fmnist.safetensors", train="data/fmnist-train.npz", test="data/fmnist-test.npz"))
 def fmnist_all_layers(scale: str, files: Files) -> Grid:
     """Take the published prior, weight decay times examples: 5e-4 * 60,000, and 0.03 * 1,000 of the small network."""
     if scale == "quick":
         hidden, data, hold_out = 10, _npz(files, train="@1000", val="", test=""), []
-        rate, warmup, draws, samples, bootstrap = 0.01, 30, 30, 100, 200
+        rate, warmup, draws, samples = 0.01, 30, 30, 100
     else:
         hidden, data, hold_out = 50, _npz(files, train="", test=""), ["val=test:2000"]
-        rate, warmup, draws, samples, bootstrap = 0.001, 100, 200, 1000, 1000
-    whole = {"layers": "all", "structure": "diag"}
+        rate, warmup, draws, samples = 0.001, 100, 200, 1000
+    whole, network = {"layers": "all", "structure": "diag"}, ["inputs=784", f"hidden={hidden}"]
     return [str(files["net"])], [
-        step(
-            "extract-features", model="mlp", model_arg=["inputs=784", f"hidden={hidden}"], data=data, hold_out=hold_out
-        ),
+        step("extract-features", model="mlp", model_arg=network, data=data, hold_out=hold_out),
         # As published: at the network's weights, with the precision that predicts held-out data best.
         step("fit-laplace", "la", **whole, center="checkpoint", prior_precision="val"),
         # The control, in the target's own prior.
         step("fit-laplace", "mode", **whole, center="mode", prior_precision=30),
-        _refine("refined", [1, 5, 10, 30], prior=30, epochs=20, rate=rate),
-        step(
-            "hmc", "hmc", layers="all", base="{mode}", prior_precision="inherit", chains=4, warmup=warmup, draws=draws
-        ),
-        step(
-            "predict",
-            posterior=["{la}", "{mode}", "{refined*}", "{hmc}"],
-            integrator="mc",
-            samples=samples,
-            split="test",
-        ),
+        _refine("refined", [1, 5, 10, 30], prior=30, epochs=20, learning_rate=rate),
+        step("hmc", "hmc", layers="all", base="{mode}", prior_precision="inherit", chains=4, warmup=warmup, draws=draws),
+        step("predict", posterior=["{la}", "{mode}", "{refined*}", "{hmc}"], integrator="mc", samples=samples, split="test"),
         # Published: 20 draws of each approximation.
         step("predict", "few", posterior=[["{la}"], ["{refined}"]], integrator="mc", samples=20, split="test"),
-        step("evaluate", bootstrap=bootstrap),
-        step("compare", metric=SCORES, bootstrap=bootstrap),
+        *_score(scale),
     ]
 
 
-@study(
-    "fmnist-top-k",
-    "How many classes the last layer of LeNet-5 on Fashion-MNIST cannot tell apart",
-    seconds={"quick": 8},
-    quick=needs(QUICK_FMNIST),
-    paper=needs(PAPER_FMNIST),
-)
+@study("fmnist-top-k", "How many classes the last layer of LeNet-5 on Fashion-MNIST cannot tell apart", seconds=8,
+       quick=needs(QUICK_FMNIST), paper=needs(PAPER_FMNIST))
 def fmnist_top_k(scale: str, files: Files) -> Grid:
     checkpoints, data, hold_out = _fmnist(scale, files)
     bridge: dict[str, Any] = {"posterior": [["{la}"]], "integrator": "bridge"}
@@ -451,29 +322,14 @@ def fmnist_top_k(scale: str, files: Files) -> Grid:
 def _lbbnn(name: str, scale: str, files: Files) -> Grid:
     """Fit latent binary networks by three estimators; of the other set, whose labels are no classes, only entropies are used."""
     if scale == "quick":
-        data, epochs, few_epochs, slow_rate, bootstrap = (
-            _npz(files, train="@2000", test="@500", other="@500"),
-            4,
-            1,
-            0.001,
-            50,
-        )
+        data, epochs, few_epochs, slow_rate = _npz(files, train="@2000", test="@500", other="@500"), 4, 1, 0.001
     else:
-        data, epochs, few_epochs, slow_rate, bootstrap = _npz(files, train="", test="", other=""), 250, 10, 0.0001, 1000
+        data, epochs, few_epochs, slow_rate = _npz(files, train="", test="", other=""), 250, 10, 0.0001
 
     def fit(called: str, estimator: str, rate: float, *, variance: str | None = None, epochs: int = epochs) -> Step:
         flow_rate = rate if estimator == "mnf" else None
-        return step(
-            "fit-lbbnn",
-            called,
-            hidden="400,600",
-            estimator=estimator,
-            variance=variance,
-            slab_sd=1,
-            epochs=epochs,
-            learning_rate=rate,
-            flow_rate=flow_rate,
-        )
+        return step("fit-lbbnn", called, hidden="400,600", estimator=estimator, variance=variance, slab_sd=1, epochs=epochs,
+                    learning_rate=rate, flow_rate=flow_rate)
 
     fits = [
         fit("lrt", "lrt", 0.001),
@@ -484,39 +340,20 @@ def _lbbnn(name: str, scale: str, files: Files) -> Grid:
         fit("lrt-published", "lrt", 0.001, variance="published"),
         fit("mnf-published", "mnf", slow_rate, variance="published"),
     ]
-    predict = step(
-        "predict",
-        posterior=[f"{{{one['name']}}}" for one in fits],
-        integrator=["mean", "mc"],
-        samples=10,
-        split=["test", "other"],
-        table=f"{files['folder']}/predictions.npz",
-    )
+    predict = step("predict", posterior=[f"{{{one['name']}}}" for one in fits], integrator=["mean", "mc"], samples=10,
+                   split=["test", "other"], table=f"{files['folder']}/predictions.npz")
     extract = step("extract-features", model="flatten", data=data)
-    return [name], [extract, *fits, predict, step("evaluate", bootstrap=bootstrap)]
+    return [name], [extract, *fits, predict, step("evaluate", bootstrap=50 if scale == "quick" else 1000)]
 
 
-MNIST, FMNIST, KMNIST = (
-    needs(train=f"data/{name}-train.npz", test=f"data/{name}-test.npz", other=f"data/{other}-test.npz")
-    for name, other in (("mnist", "fmnist"), ("fmnist", "mnist"), ("kmnist", "mnist"))
-)
+def _lbbnn_study(name: str, other: str, title: str) -> Study:
+    found = needs(train=f"data/{name}-train.npz", test=f"data/{name}-test.npz", other=f"data/{other}-test.npz")
+    return study(f"lbbnn-{name}", title, seconds=35, quick=found, paper=found)(lambda scale, files: _lbbnn(name, scale, files))
 
 
-@study(
-    "lbbnn-mnist", "Latent binary networks on MNIST: three estimators", seconds={"quick": 35}, quick=MNIST, paper=MNIST
-)
-def lbbnn_mnist(scale: str, files: Files) -> Grid:
-    return _lbbnn("mnist", scale, files)
-
-
-@study("lbbnn-fmnist", "The same on Fashion-MNIST", seconds={"quick": 35}, quick=FMNIST, paper=FMNIST)
-def lbbnn_fmnist(scale: str, files: Files) -> Grid:
-    return _lbbnn("fmnist", scale, files)
-
-
-@study("lbbnn-kmnist", "The same on Kuzushiji-MNIST", seconds={"quick": 35}, quick=KMNIST, paper=KMNIST)
-def lbbnn_kmnist(scale: str, files: Files) -> Grid:
-    return _lbbnn("kmnist", scale, files)
+lbbnn_mnist = _lbbnn_study("mnist", "fmnist", "Latent binary networks on MNIST: three estimators")
+lbbnn_fmnist = _lbbnn_study("fmnist", "mnist", "The same on Fashion-MNIST")
+lbbnn_kmnist = _lbbnn_study("kmnist", "mnist", "The same on Kuzushiji-MNIST")
 
 
 def simulated_rows(scale: str, files: Files) -> Mapping[str, NDArray[Any]]:
@@ -542,48 +379,26 @@ def simulated_rows(scale: str, files: Files) -> Mapping[str, NDArray[Any]]:
     scaled[:, num_binary:] -= columns[:, num_binary:].mean(axis=0)
     scaled[:, num_binary:] /= columns[:, num_binary:].std(axis=0, ddof=1)
     features = scaled.astype(np.float32)
-    return {
-        "features_train": features,
-        "labels_train": labels,
-        "features_test": features[:num_test],
-        "labels_test": labels[:num_test],
-        "head_weight": np.zeros((1, shape[1]), dtype=np.float32),
-        "head_bias": np.zeros(1, dtype=np.float32),
-    }
+    head: dict[str, NDArray[Any]] = {"head_weight": np.zeros((1, shape[1]), dtype=np.float32), "head_bias": np.zeros(1, dtype=np.float32)}
+    test: dict[str, NDArray[Any]] = {"features_test": features[:num_test], "labels_test": labels[:num_test]}
+    return {"features_train": features, "labels_train": labels, **test, **head}
 
 
 SIMULATED = needs(columns="data/sim3-X.txt", response="data/sim3-Y.txt")
 
 
-@study(
-    "simulation-study",
-    "Variable selection by latent binary networks on the simulated logistic data",
-    seconds={"quick": 35},
-    quick=SIMULATED,
-    paper=SIMULATED,
-    prepare=simulated_rows,
-)
+@study("simulation-study", "Variable selection by latent binary networks on the simulated logistic data", seconds=35,
+       quick=SIMULATED, paper=SIMULATED, prepare=simulated_rows)
 def simulation_study(scale: str, files: Files) -> Grid:
     """Fit as the released code does, whose prior is not that of the text."""
     repeats, epochs = (10, 300) if scale == "quick" else (100, 500)
     flow: dict[str, Any] = {"flow_length": 2, "flow_hidden": "50,50,50,50,50"}
-    prior: dict[str, Any] = {
-        **{"prior_inclusion": 0.3, "slab_mean": 0.1, "slab_sd": 1.3, "bias_sd": 1.3},
-        **{"start_inclusion": "1.5,2.5", "learning_rate": 0.01},
-    }
+    prior: dict[str, Any] = {"prior_inclusion": 0.3, "slab_mean": 0.1, "slab_sd": 1.3, "bias_sd": 1.3,
+                             "start_inclusion": "1.5,2.5", "learning_rate": 0.01}
     rest: dict[str, Any] = {"batch_size": 400, "no_shuffle": True, "epochs": epochs, "repeats": repeats}
     return ["simulated"], [
         step("extract-features", from_npz=str(files["arrays"])),
-        step(
-            "fit-lbbnn",
-            "mnf-published",
-            estimator="mnf",
-            variance="published",
-            **flow,
-            **prior,
-            flow_rate=0.004,
-            **rest,
-        ),
+        step("fit-lbbnn", "mnf-published", estimator="mnf", variance="published", **flow, **prior, flow_rate=0.004, **rest),
         # The same with the variance that such weights have.
         step("fit-lbbnn", "mnf", estimator="mnf", **flow, **prior, flow_rate=0.004, **rest),
         # Relaxed inclusions, by Adam at a temperature of 0.5.

@@ -12,7 +12,7 @@ from problems.seeds import seeded
 from scipy import stats
 
 from bnncli.errors import DataError
-from bnncli.papers import bridge_digits, digit_network
+from bnncli.papers import bridge_digits
 from bnncli.papers.bridge_digits import (
     check_condition,
     draw_digit_variance,
@@ -20,6 +20,7 @@ from bnncli.papers.bridge_digits import (
     predicted_variance,
     summarize_variance,
 )
+from bnncli.papers.bridge_toys import weights
 from bnncli.papers.figures import draw_times
 from bnncli.progress import SILENT
 from bnncli.targets.network import NetworkTarget
@@ -38,22 +39,22 @@ def written(path: Path, count: int, seed: int = 0) -> Path:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> NetworkTarget:
     path = written(tmp_path_factory.mktemp("digits") / "train.npz", 120)
-    return digit_network.train_network(*digit_network.read_images(path), classes=10, epochs=3, generator=seeded(1))
+    return bridge_digits.train_network(*bridge_digits.read_images(path), classes=10, epochs=3, generator=seeded(1))
 
 
 def test_images_of_the_first_classes_are_taken_in_their_order(tmp_path: Path) -> None:
     path = written(tmp_path / "a.npz", 30)
-    inputs, labels = digit_network.read_images(path, classes=3, count=7)
+    inputs, labels = bridge_digits.read_images(path, classes=3, count=7)
     assert labels.tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert inputs.shape == (7, 1, 28, 28)
     assert float(inputs.max()) <= 1
     np.savez(tmp_path / "b.npz", x=np.zeros((2, 8, 8), dtype=np.uint8), y=np.zeros(2))
     with pytest.raises(DataError, match="expected uint8 images of 28 x 28"):
-        digit_network.read_images(tmp_path / "b.npz")
+        bridge_digits.read_images(tmp_path / "b.npz")
 
 
 def test_curvature_is_the_mean_over_images_of_the_gauss_newton_diagonal(target: NetworkTarget) -> None:
-    theta, network = digit_network.weights(target), target.layout.network
+    theta, network = weights(target), target.layout.network
     assert network is not None
     expected = torch.zeros(len(theta), dtype=torch.float64)
 
@@ -65,7 +66,7 @@ def test_curvature_is_the_mean_over_images_of_the_gauss_newton_diagonal(target: 
         probs = logits_of(image, theta).double().softmax(dim=0)
         fisher = torch.diag(probs) - torch.outer(probs, probs)
         expected += ((fisher @ jacobian) * jacobian).sum(dim=0) / 2
-    torch.testing.assert_close(digit_network.compute_curvature(target, 2), expected, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(bridge_digits.compute_curvature(target, 2), expected, rtol=1e-3, atol=1e-7)
 
 
 def test_samples_of_the_logits_are_those_of_a_multivariate_normal() -> None:
@@ -78,18 +79,18 @@ def test_samples_of_the_logits_are_those_of_a_multivariate_normal() -> None:
 
 
 def test_the_prior_makes_samples_less_confident_by_a_twentieth(target: NetworkTarget) -> None:
-    curvature, few = digit_network.compute_curvature(target, 20), target.inputs[:8]
+    curvature, few = bridge_digits.compute_curvature(target, 20), target.inputs[:8]
     tau = bridge_digits.prior_precision(target, curvature, few, seeded(4), draws=400)
-    gaussian = digit_network.build_gaussian(target, 1 / (120 * curvature + tau))
+    gaussian = bridge_digits.build_gaussian(target, 1 / (120 * curvature + tau))
     noise = torch.randn(4000, 10, generator=seeded(5)).double()
     found = bridge_digits.sample_probs(*gaussian.logits.moments(few), noise).amax(dim=1).mean()
-    alone = target.layout.logits(few, digit_network.weights(target)[None])[0].softmax(dim=1).amax(dim=1).mean()
+    alone = target.layout.logits(few, weights(target)[None])[0].softmax(dim=1).amax(dim=1).mean()
     assert float(found / alone) == pytest.approx(0.95, abs=0.02)
 
 
 def test_scores_are_means_and_shares_of_pairs() -> None:
     inside, outside = np.array([0.9, 0.8, 0.4]), np.array([0.5, 0.8])
-    found = bridge_digits._scores({"map": {"test": inside, "other": outside}}, seeded(6))
+    found = bridge_digits.score_methods({"map": {"test": inside, "other": outside}}, seeded(6))
     assert found["mmc_map_other"][0] == pytest.approx(0.65)
     pairs = [(a > b) + 0.5 * (a == b) for a in inside for b in outside]
     assert found["auroc_map_other"][0] == pytest.approx(np.mean(pairs))

@@ -33,6 +33,7 @@ from bnncli.papers.bridge_toys import (
     project_moments,
     sample_shares,
     to_gaussian,
+    weights,
 )
 from bnncli.papers.recipe import Measurements
 from bnncli.parameters.prior import Prior
@@ -172,7 +173,7 @@ def measured_toy_gaussians() -> Measurements:
 def test_covariances_in_the_space_of_the_data_are_those_of_the_whole_matrix() -> None:
     """H as the sum of J^T (diag p - p p^T) J, inverted as a P x P matrix."""
     target = tiny_target(prior=Prior(0.7))
-    theta, inputs = bridge_toys.parameters(target).double(), torch.randn(6, 4, generator=seeded(9)).double()
+    theta, inputs = weights(target).double(), torch.randn(6, 4, generator=seeded(9)).double()
 
     def jacobian(at: torch.Tensor) -> torch.Tensor:
         return torch.autograd.functional.jacobian(lambda one: target.layout.logits(at, one.unsqueeze(0))[0], theta)
@@ -189,7 +190,7 @@ def test_covariances_in_the_space_of_the_data_are_those_of_the_whole_matrix() ->
 def test_training_ends_near_the_mode_of_its_own_target() -> None:
     train, labels = bridge_toys.draw_points(20, seeded(2))
     target = bridge_toys.train_network(train, labels, {**GAUSSIANS_SETTINGS, "steps": 400}, seeded(3))
-    theta = bridge_toys.parameters(target)
+    theta = weights(target)
     start = 0.1 * torch.randn(theta.shape, generator=seeded(4))
     found, other = target.log_joint(torch.stack([theta, start])).tolist()
     assert float(losses_of(target, theta).mean()) < 0.1
@@ -200,7 +201,7 @@ def test_training_ends_near_the_mode_of_its_own_target() -> None:
 
 def test_doubts_of_the_bridge_are_those_of_its_dirichlet() -> None:
     mean, variances = torch.tensor([[2.0, 0.5, -1.0, 0.0]]).double(), torch.tensor([[0.5, 1.0, 2.0, 0.7]]).double()
-    found = bridge_toys._compute_bridge_uncertainties(mean, torch.diag_embed(variances))
+    found = bridge_toys.compute_bridge_uncertainties(mean, torch.diag_embed(variances))
     m, v = mean[0].numpy(), variances[0].numpy()
     alpha = [
         (1 - 2 / 4 + torch.exp(mean[0])[k].item() / 16 * sum(2.718281828459045**-one for one in m)) / v[k]

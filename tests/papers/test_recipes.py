@@ -10,9 +10,8 @@ from problems.command_line import Cli
 from problems.recipes import Recipes, small_recipe
 
 from bnncli.commands.grid.plan import plan_jobs, read_grid
-from bnncli.evaluation.comparison import Estimate
 from bnncli.papers import SCALES, studies
-from bnncli.papers.numbers import Unmeasured
+from bnncli.papers.numbers import list_names
 from bnncli.papers.recipe import FILES, Cell, Claim, LineFigure, Reading, Results, Study, find_recipe, recipe_names
 from bnncli.papers.runner import grid_text
 
@@ -27,11 +26,8 @@ STUDIES = {one.name: one for one in vars(studies).values() if isinstance(one, St
 
 
 def read(name: str) -> tuple[list[object], dict[str, Reading]]:
-    def nothing(reading: Reading) -> tuple[Estimate, ...]:
-        raise Unmeasured("nothing ran")
-
-    results = Results(nothing)
-    return list(find_recipe(name).rows(results)), results.readings
+    results = Results()
+    return list(find_recipe(name).declared(results)), results.readings
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,6 +53,9 @@ def test_every_recipe_judges_something_by_its_own_studies_and_files(name: str) -
         assert {len(line) for line in figure.lines.values()} == {len(figure.x)}
     if recipe.experiment is not None:
         assert recipe.experiment.find("measure") is not None
+    else:
+        rules = [text for one in judged for text in ([one.rule] if isinstance(one, Claim) else one.formulas.values())]
+        assert {name for text in rules for name in list_names(text)} <= readings.keys()
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -65,7 +64,7 @@ def test_every_study_is_a_grid_whose_lines_its_commands_take(name: str, scale: s
     study = STUDIES[name]
     needs = study.needs[scale]
     files = {called: tmp_path / Path(file).name for called, file in {**needs.required, **needs.optional}.items()}
-    grid = study.steps(scale, files | {"folder": tmp_path, "arrays": tmp_path / "arrays.npz"})
+    grid = study.declared(scale, files | {"folder": tmp_path, "arrays": tmp_path / "arrays.npz"})
     (tmp_path / "grid.toml").write_text(grid_text(*grid, run_dir=f"{tmp_path}/{{checkpoint}}", said="a test"))
     steps = {job.name for job in plan_jobs(read_grid(tmp_path / "grid.toml"))}
     readings = [one for recipe in NAMES for one in read(recipe)[1].values() if one.study is study]
@@ -76,9 +75,9 @@ def test_every_study_is_a_grid_whose_lines_its_commands_take(name: str, scale: s
 def test_a_study_leaves_out_files_that_are_missing() -> None:
     study = STUDIES["fmnist-last-layer"]
     files = {called: Path(file) for called, file in study.needs["quick"].required.items()}
-    _, (extract, *_) = study.steps("quick", files)
+    _, (extract, *_) = study.declared("quick", files)
     assert extract["ood"] == ["mnist=npz:fixtures/mnist.npz"]
-    _, (extract, *_) = study.steps("quick", files | {"kmnist": Path("k.npz")})
+    _, (extract, *_) = study.declared("quick", files | {"kmnist": Path("k.npz")})
     assert extract["ood"] == ["mnist=npz:fixtures/mnist.npz", "kmnist=npz:k.npz@1000"]
 
 

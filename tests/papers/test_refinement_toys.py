@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from bnncli.inference.refine import fit_flow
+from bnncli.evaluation.comparison import Estimate
 from bnncli.papers import refinement_toys
 from bnncli.papers.figures import contour_levels, kernel_density
 from bnncli.papers.recipe import Measurements
@@ -47,13 +46,13 @@ from bnncli.progress import SILENT
 
 def data_sets() -> Iterator[tuple[dict[str, float], dict[str, Any]]]:
     for number in range(3):
-        yield {"a": float(number), "b": -1.0}, {"x": number}
+        yield {"a": float(number), "r_hat": float(number)}, {"x": number}
 
 
 def test_numbers_are_of_every_data_set_and_arrays_of_the_first() -> None:
     each = data_sets()
     found, arrays = measure_repeats(lambda: next(each), 3, SILENT.task("x", 3))
-    assert found == {"a": [0.0, 1.0, 2.0], "b": [-1.0] * 3}
+    assert found == {"a": Estimate(1.0, 1 / 3**0.5, 3), "r_hat": Estimate(2.0)}
     assert arrays == {"x": 0}
 
 
@@ -313,41 +312,16 @@ def test_a_panel_is_drawn_for_each_approximation(measured_logistic_posterior: Me
     assert titles == ["Laplace", "factorised Gaussian", "best Gaussian", "refined, 1 layer", "HMC"]
 
 
-TIME = {"lengths": [2, 4], "steps": 3, "repeats": 2}
+def test_times_are_means_and_increases_are_taken_within_a_repeat() -> None:
+    found = refinement_toys.summarize_times({2: [1.0, 2.0], 4: [2.0, 3.0]})
+    assert found["seconds_2"] == Estimate(1.5, 0.5, 2)
+    assert found["seconds_4"] == Estimate(2.5, 0.5, 2)
+    assert found["increase_2_4"] == Estimate(75.0, 25.0, 2)
 
 
-def measured_flow_time(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> tuple[Measurements, list[Any]]:
-    """By a clock on which the fits take so long, one after another; and what was fitted."""
-    seen: list[Any] = []
-
-    def watched(target: Any, base: Any, **settings: Any) -> Any:
-        seen.append((target, settings))
-        return fit_flow(target, base, **settings)
-
-    times = itertools.accumulate(itertools.chain.from_iterable((0.0, each) for each in seconds))
-    monkeypatch.setattr(refinement_toys, "fit_flow", watched)
-    monkeypatch.setattr(refinement_toys, "_clock", lambda: next(times))
-    return refinement_toys.measure_flow_time(
-        TIME, {}, generator=torch.Generator().manual_seed(0), progress=SILENT
-    ), seen
-
-
-def test_times_are_of_a_step_and_increases_within_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = measured_flow_time(monkeypatch, [99.0, 99.0, 3.0, 6.0, 6.0, 9.0])
-    assert found.values["seconds_2"].value == pytest.approx(1.5)
-    assert found.values["seconds_4"].value == pytest.approx(2.5)
-    assert found.values["increase_2_4"].value == pytest.approx(75)
-    assert found.values["increase_2_4"].standard_error == pytest.approx(25)
-
-
-def test_the_layer_has_the_published_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, seen = measured_flow_time(monkeypatch, [1.0] * 6)
-    target, settings = seen[0]
-    assert target.layout.num_params == 850
-    assert (target.num_examples, settings["batch_size"], settings["epochs"]) == (384, 128, 1)
-
-
-def test_a_line_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = measured_flow_time(monkeypatch, [3.0, 6.0] * 3)
-    (axes,) = refinement_toys.draw_flow_time(found, TIME)["time"].axes
-    assert axes.lines[0].get_ydata().tolist() == [1000, 2000]
+def test_every_length_is_timed_and_drawn() -> None:
+    settings = {"lengths": [2, 4], "steps": 3, "repeats": 2}
+    found = refinement_toys.measure_flow_time(settings, {}, generator=generator(), progress=SILENT)
+    assert all(found.values[f"seconds_{length}"].value > 0 for length in (2, 4))
+    (axes,) = refinement_toys.draw_flow_time(found, settings)["time"].axes
+    assert axes.lines[0].get_ydata().tolist() == [1e3 * found.values[f"seconds_{length}"].value for length in (2, 4)]

@@ -15,7 +15,7 @@ from problems.recipes import SMALL, TABLE, WORK, Recipes, small_recipe, small_st
 from bnncli.evaluation.comparison import Estimate
 from bnncli.numerics import random as seeds
 from bnncli.papers.numbers import Numbers, Unmeasured
-from bnncli.papers.recipe import Cell, Claim, MarginalFigure, PaperRecipe, Reading, Results, Row, step
+from bnncli.papers.recipe import Cell, Claim, MarginalFigure, PaperRecipe, Results, Row, step
 from bnncli.papers.results import JudgedClaim, format_counts, judge_cell, judge_claim, marginals, read_rows
 from bnncli.papers.runner import ExperimentRun, FinishedLine, StudyRun, number_at
 from bnncli.session.inputs import open_posterior
@@ -63,17 +63,17 @@ def test_without_a_number_it_is_said_why(place: tuple[Any, ...], match: str) -> 
 def test_scores_of_the_same_examples_have_their_correlation() -> None:
     @WORK.recipe("pairs", title="pairs", where="ours", studies=(SMALL,))
     def pairs(results: Results) -> Iterator[Row]:
-        nll = results.compare("nll", SMALL, "nll", {"map": "map.plug-in", "g": "g.mc"})
-        ece = results.compare("ece", SMALL, "ece", {"g": "g.mc"})
-        yield Claim("lower", "The NLL is lower.", nll["g"] < nll["map"])
-        yield Claim("smaller", "The ECE is smaller.", ece["g"] < nll["map"])
+        results.compare("nll", SMALL, "nll", {"map": "map.plug-in", "g": "g.mc"})
+        results.compare("ece", SMALL, "ece", {"g": "g.mc"})
+        yield Claim("lower", "The NLL is lower.", "nll_g < nll_map")
+        yield Claim("smaller", "The ECE is smaller.", "ece_g < nll_map")
 
     def row(name: str, nll: float, other: str) -> dict[str, Any]:
         score = {"form": "nll", "value": nll, "standard_error": 0.02, "correlations": {other: 0.99}}
         return {"name": name, "scores": [score, {"form": "ece", "value": 0.1, "standard_error": 0.02}]}
 
     document = {"rows": [row("map.plug-in", 0.41, "g.mc"), row("g.mc", 0.40, "map.plug-in")]}
-    lines = {"compare": FinishedLine("bnncli compare", document, 1.0, (), None)}
+    lines = {"compare": FinishedLine("bnncli compare", document)}
     run = StudyRun(SMALL, Path("small"), {"one": lines}, None)
     (lower, _), found = read_rows(pairs, [run], ExperimentRun({}, None, None))
     assert found.correlations == {("nll_map", "nll_g"): 0.99}
@@ -84,15 +84,12 @@ def test_scores_of_the_same_examples_have_their_correlation() -> None:
 
 
 def rows_of(recipe: PaperRecipe) -> tuple[list[Cell], list[Claim]]:
-    def nothing(reading: Reading) -> tuple[Estimate, ...]:
-        raise Unmeasured("nothing ran")
-
-    rows = list(recipe.rows(Results(nothing)))
+    rows = list(recipe.declared(Results()))
     return [row for row in rows if isinstance(row, Cell)], [row for row in rows if isinstance(row, Claim)]
 
 
 def numbers(nll_map: Estimate, nll_g: Estimate) -> Numbers:
-    return Numbers({"nll_map": (nll_map,), "nll_g": (nll_g,)}, {})
+    return Numbers({"nll_map": (nll_map,), "nll_g": (nll_g,)})
 
 
 def claims(

@@ -73,7 +73,9 @@ def test_the_pages_tell_the_same_and_show_every_figure(recipes: Recipes, data: P
     assert "- **does not hold**: NLL is below minus one." in page
     assert "with a probability of at most 0.005; otherwise open" in page
     assert document["figures"] == ["numbers.png", "lines.png"]
-    assert "NLL, NLL:\n\n| number | 0 | 1 |\n|---|---|---|\n| both | " in page
+    each = [[one["value"] for one in document["measured"][name]] for name in ("nll_map", "nll_g")]
+    cells_of_line = [f"{np.mean(one):.4g} ± {np.std(one, ddof=1) / 2**0.5:.2g}" for one in each]
+    assert f"NLL, NLL:\n\n| number | 0 | 1 |\n|---|---|---|\n| both | {' | '.join(cells_of_line)} |" in page
     for name in document["figures"]:
         content = (folder / name).read_bytes()
         assert content.startswith(b"\x89PNG")
@@ -242,7 +244,7 @@ def test_a_signal_leaves_a_line_that_goes_on(
         raise Interrupted(2, "interrupted by SIGINT")
 
     recipes()
-    monkeypatch.setattr(written.Reproduction, "outcome", stopped)
+    monkeypatch.setattr(written, "judge_recipe", stopped)
     done = cli("reproduce", TABLE, "--data", data, "--out", out, "--force")
     assert done.code == 130
     assert f"hint: continue with: bnncli reproduce {TABLE} --data {data} --out {out}\n" in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bnncli.papers.numbers import all_of
+from bnncli.papers.numbers import require_all
 from bnncli.papers.recipe import (
     Claim,
     Files,
@@ -18,7 +18,6 @@ from bnncli.papers.recipe import (
     Row,
     Step,
     Study,
-    both,
     column,
     needs,
     step,
@@ -53,7 +52,7 @@ def small_study(name: str = "small", *, required: Mapping[str, str] | None = Non
     @study(
         name,
         "a small head",
-        seconds={"quick": 1},
+        seconds=1,
         quick=needs({"arrays": "data/features.npz"}, required or {}, optional={"more": "data/more.npz"}),
         paper=needs(arrays="data/other.npz"),
     )
@@ -79,15 +78,15 @@ def small_recipe(
     def made(results: Results) -> Iterator[Row]:
         nll = results.evaluate("nll", small, {"name": "nll"}, {"map": "map.plug-in", "g": "g.mc"})
         shared: dict[str, Any] = {"tolerance": 0.1, "because": "other data"}
-        zero = nll["g"] - nll["g"]
+        zero = f"{nll['g']} - {nll['g']}"
         yield from column("NLL", [("network", published, nll["map"])], **shared, count=5)
         yield from column(
-            "NLL", [("both", 0.0, both(zero, nll["g"])), ("elsewhere", 1.0, "it takes a telescope")], **shared
+            "NLL", [("both", 0.0, (zero, nll["g"])), ("elsewhere", 1.0, None)], **shared, why="it takes a telescope"
         )
         yield from column("NLL", [("more", 1.0, nll["g"])], **shared, needs=("more",))
         yield from column("NLL", [("not at quick", 1.0, nll["g"])], **shared, not_at={"quick": "other units"})
-        yield Claim("positive", "NLL is positive.", all_of(nll["map"] > 0, nll["g"] > 0), "section 1")
-        yield Claim("negative", "NLL is below minus one.", nll["map"] < -1, "section 1", **claimed)
+        yield Claim("positive", "NLL is positive.", require_all("nll_{} > 0", "map", "g"), "section 1")
+        yield Claim("negative", "NLL is below minus one.", "nll_map < -1", "section 1", **claimed)
         yield LineFigure("lines", "NLL", (0, 1), "number", "NLL", {"both": [nll["map"], nll["g"]]})
         yield from more
 
