@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bnncli.errors import NumericError, UsageError
@@ -241,8 +241,7 @@ def fit_gaussian(fitting: Fitting, options: FitViOptions) -> FitOutput:
         )
     metrics = _metrics(fitting, options, plan, found)
     metrics["shortfall"], doubt = _measure_shortfall(fitting, plan, found)
-    beside = compare_with_base(fitting.base, found.gaussian)
-    metrics["beside_base"] = None if beside is None else asdict(beside)
+    metrics["beside_base"] = compare_with_base(fitting.base, found.gaussian)
     if doubt is not None:
         what = "ELBO" if plan.kl_weight == 1 else "objective"
         more = "more \0epochs\0 or a larger \0patience\0" if found.is_early else "more \0epochs\0"

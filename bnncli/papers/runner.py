@@ -30,7 +30,7 @@ from bnncli.names import count_noun
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.options import command
 from bnncli.options.command import CommandLine, CommonOptions
-from bnncli.options.declaration import declaration, build_options, spell_options
+from bnncli.options.declaration import build_options, declaration, spell_options
 from bnncli.papers.numbers import Replicates, Unmeasured
 from bnncli.papers.recipe import (
     FILES,

@@ -1,4 +1,9 @@
-"""Fit posteriors and store them: the target, its prior and base, the request, publication and report."""
+"""The path of every fit: open inputs, plan, fit, judge on val, publish, report.
+
+`run_fit` does that for a `Method`, which has what differs between methods: an estimate of memory and disk, the fit and the
+summary. A method receives the opened inputs as a `Fitting` and returns a `FitOutput`. Posteriors that are made without a
+target, such as a stack, use `posterior_request` and `produce_posterior` alone.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,7 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.session import predictions
 from bnncli.session.inputs import Split, head_tensors, open_posterior, posterior_prior, posterior_source
+from bnncli.session.metrics import BaseMetrics
 from bnncli.session.network_splits import network_sources
 from bnncli.session.out_of_fold import (
     fit_on_meta,
@@ -44,229 +50,108 @@ if TYPE_CHECKING:
     from bnncli.session.network_splits import NetworkReader
 
 
-_SUFFIXES = {"posterior": ".safetensors", "samples": ".nc"}
-
-
 @dataclass(frozen=True)
-class FitOutput:
-    """Output of a fit.
+class Method(ABC):
+    """One way to fit a posterior, with its inputs and options.
 
     Attributes:
-        tensors: all arrays; empty if `write` has them.
-        meta: type, method, param_layout and whatever else distinguishes this posterior.
-        metrics: numbers of the fit to store.
-        split: source of the stored head, classes and number of examples; None if tensors and meta have them.
-        told: further numbers for the result that are not stored, because they may differ between runs of one request.
-        write: publishes something other than a safetensors file; maps (meta, provenance, may_replace) to the content digest.
-        publishing: context to enter while the file is published.
+        name: start of the posterior's default name.
+        kind: of the file: posterior or samples.
     """
 
-    tensors: Mapping[str, Tensor]
-    meta: Mapping[str, Any]
-    metrics: Mapping[str, Any]
-    split: Split | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
-    write: Callable[[dict[str, Any], dict[str, Any], bool], str] | None = None
-    publishing: Callable[[], AbstractContextManager[None]] = nullcontext
+    name: ClassVar[str]
+    kind: ClassVar[str] = "posterior"
+    inputs: FitInputs
+    options: Any
+
+    @property
+    def target(self) -> Path:
+        """Return the path of the posterior."""
+        return posterior_path(self.inputs.run, self._default_name, kind=self.kind)
+
+    @property
+    def _default_name(self) -> str:
+        return f"{self.name}{self.inputs.options.layers_suffix}"
+
+    @property
+    @abstractmethod
+    def algo_rev(self) -> int:
+        """Return the revision of the algorithm."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Return what identifies the fit, besides its sources."""
+        base = self.inputs.base
+        return {
+            **self.options.params(),
+            "base": None if base is None else base.path.stem,
+            "seed": self.inputs.run.compute.seed,
+        }
+
+    @abstractmethod
+    def estimate_memory(self) -> int | None:
+        """Return the peak memory of the work in bytes; None if it was only checked.
+
+        Raises:
+            DeviceError: memory is short.
+        """
+
+    @abstractmethod
+    def estimate_disk(self) -> int:
+        """Return the size of the file in bytes."""
+
+    @abstractmethod
+    def fit(self, fitting: Fitting) -> FitOutput:
+        """Do the work."""
+
+    @abstractmethod
+    def summarize(self, metrics: Any) -> list[str]:
+        """Return the summary for people."""
+
+    def describe(self, request: Request, meta: Mapping[str, Any]) -> Report:
+        """Report on a new or existing posterior. Warn where the network predicts val better."""
+        metrics = meta["metrics"]
+        warn_if_worse(self.inputs.run, request.target, metrics, method=self.name, also=weaker_prior(meta))
+        return Report(metrics, self.summarize(metrics))
 
 
-@dataclass(frozen=True)
-class Report:
-    """Report on a new or existing posterior: numbers for the result, lines for people, and a negative verdict if any."""
-
-    metrics: dict[str, Any]
-    summary: list[str]
-    failure: BnnError | None = None
-
-
-def posterior_path(run: Run, default: str, *, kind: str = "posterior") -> Path:
-    """Return the given path of a posterior, or that in the run folder by its given or default name."""
-    named = run.folder.posterior(run.naming.name or default, suffix=_SUFFIXES[kind])
-    return Path(run.naming.out) if run.naming.out else named
-
-
-def posterior_request(
-    run: Run,
-    default: str,
-    *,
-    kind: str = "posterior",
-    params: Mapping[str, Any],
-    algo_rev: int,
-    sources: Sequence[Source],
-    checkpoint: Mapping[str, Any] | None,
-    estimated_bytes: Callable[[], int],
-    require: Callable[[], object] = lambda: None,
-    estimated_memory: Callable[[], int | None] = lambda: None,
-) -> Request:
-    """Return the request for a posterior, at the given path or in the run folder by its given or default name.
+def run_fit(method: Method) -> Result:
+    """Fit and publish a posterior, unless it is up to date.
 
     Raises:
-        UsageError, OutputExists: the name is not allowed.
+        BnnError: an input is missing or does not fit, or memory is short.
     """
-    target = posterior_path(run, default, kind=kind)
-    run.folder.check_name_is_free(target)
-    return Request(
-        target,
-        kind,
-        target.stem,
-        params,
-        algo_rev,
-        sources,
-        checkpoint,
-        estimated_bytes,
-        require,
+    inputs, run = method.inputs, method.inputs.run
+
+    @cache
+    def estimated_memory() -> int | None:
+        with inputs.visible():
+            return method.estimate_memory()
+
+    def estimated_bytes() -> int:
+        if request.target.is_file() and not run.write.force:
+            return request.target.stat().st_size  # up to date, so no code runs
+        with inputs.visible():
+            return method.estimate_disk()
+
+    request = posterior_request(
+        run,
+        method._default_name,
+        kind=method.kind,
+        params=method.params,
+        algo_rev=method.algo_rev,
+        sources=inputs.sources,
+        checkpoint=inputs.train.checkpoint,
+        estimated_bytes=estimated_bytes,
+        require=estimated_memory,
         estimated_memory=estimated_memory,
     )
 
+    def fit() -> FitOutput:
+        with inputs.read() as (train, val):
+            return method.fit(Fitting(inputs, request, train, val))
 
-def produce_posterior(
-    run: Run, request: Request, fit: Callable[[], FitOutput], report: Callable[[Mapping[str, Any]], Report]
-) -> Result:
-    """Produce a posterior: up to date, fitted, replaced or planned.
-
-    Args:
-        fit: does the work; called with the lock held, only if there is work.
-        report: reports on a posterior with this meta, and warns.
-
-    Raises:
-        BnnError: see `produce`.
-    """
-
-    def compute() -> ComputationOutput:
-        fitted = fit()
-        tensors, meta = _content(fitted)
-        said = report({**meta, "metrics": {**meta["metrics"], **fitted.told}})
-
-        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-            with fitted.publishing():
-                if fitted.write is not None:
-                    return fitted.write(meta, provenance, may_replace)
-                return write_posterior(
-                    request.target, tensors, meta=meta, provenance=provenance, may_replace=may_replace
-                )
-
-        return ComputationOutput(publish, said.metrics, said.summary, said.failure)
-
-    def when_fresh(header: Header) -> ComputationOutput:
-        said = report({**header.meta, "metrics": header.meta.get("metrics", {})})
-        return ComputationOutput(
-            lambda provenance, may_replace: header.content_digest, said.metrics, said.summary, said.failure
-        )
-
-    return produce(run, request, compute, when_fresh=when_fresh)
-
-
-def _content(fitted: FitOutput) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and meta to store."""
-    tensors, meta = dict(fitted.tensors), {**fitted.meta, "metrics": dict(fitted.metrics)}
-    if fitted.split is not None:
-        content = fitted.split.content
-        tensors |= head_tensors(fitted.split)
-        meta |= {"num_examples": len(content.features), "classes": content.classes}
-    return tensors, meta
-
-
-LEAVE_OUT = "omit \0learning_rate\0 to let bnncli choose one"
-
-
-@contextmanager
-def suggest_default_learning_rate(learning_rate: float | None) -> Iterator[None]:
-    """Suggest dropping --learning-rate if training in the block diverges with a given rate."""
-    try:
-        yield
-    except NumericError as error:
-        if learning_rate is not None:
-            error.hint = LEAVE_OUT
-        raise
-
-
-_LARGE = 1 << 30  # bytes; a larger base file is not read a second time
-
-
-@dataclass(frozen=True)
-class BaseComparison:
-    """Comparison of a Gaussian with its base, by parameter.
-
-    Args:
-        name: of the base.
-        median_share: median ratio of variances, Gaussian over base.
-        rms_distance, largest_distance: between the means, in standard deviations of the base.
-    """
-
-    name: str
-    median_share: float
-    rms_distance: float
-    largest_distance: float
-
-
-@dataclass(frozen=True)
-class Base:
-    """A posterior that provides the target's prior."""
-
-    path: Path
-    header: Header
-    source: Source
-    prior: Prior
-
-    @property
-    def is_gaussian(self) -> bool:
-        """Return whether the base can whiten."""
-        return self.header.meta.get("type") == "gaussian"
-
-
-def find_base(run: Run, options: TargetOptions) -> Base | None:
-    """Return the base named by the options or the default; None if they give a prior precision.
-
-    Raises:
-        MissingInput: there is none.
-        DataError: it has no prior.
-        UsageError: it is over other layers, or a prior precision is given as well.
-    """
-    if options.given_precision is not None:
-        if options.base not in (None, options.default_base):
-            raise UsageError("give only one of \0prior_precision\0 and \0base\0: both set the prior precision")
-        return None
-    path = predictions.find_base(run, options, options.base)
-    header, source = posterior_source(run, path, "base")
-    layers = str(header.meta.get("layers") or "last")
-    if layers != options.layers:
-        raise UsageError(
-            f"\0base\0 {path.stem} is over \0layers\0 {layers}, but got \0layers\0 {options.layers}",
-            hint="name a base over these layers, or give \0prior_precision\0 NUMBER",
-        )
-    if "num_varying" in header.meta:
-        raise UsageError(
-            f"\0base\0 {path.stem} fixes all but {header.meta['num_varying']:,} parameters, but this method "
-            "moves all of them",
-            hint="name a base that fixes none, or give \0prior_precision\0 NUMBER",
-        )
-    return Base(path, header, source, posterior_prior(path, header))
-
-
-def compare_with_base(base: Base | None, gaussian: Gaussian) -> BaseComparison | None:
-    """Compare a Gaussian with its base; None if the base is no Gaussian, has no variances at hand, or is large."""
-    if base is None or not base.is_gaussian or base.path.stat().st_size > _LARGE:
-        return None
-    other = open_posterior(base.path)[0]
-    if not hasattr(other.covariance, "marginal_variances"):
-        return None
-    variances = other.covariance.marginal_variances()
-    own: Tensor = gaussian.covariance.marginal_variances()  # type: ignore[attr-defined]
-    distances = (gaussian.mean.cpu() - other.mean) / variances.sqrt()
-    return BaseComparison(
-        base.path.stem,
-        float((own.cpu() / variances).median()),
-        float(distances.square().mean().sqrt()),
-        float(distances.abs().max()),
-    )
-
-
-def prior_of(options: TargetOptions, base: Base | None) -> Prior:
-    """Return the target's prior: the base's, or the given precision."""
-    if base is not None:
-        return base.prior
-    assert options.given_precision is not None
-    return Prior(options.given_precision)
+    return produce_posterior(run, request, fit, partial(method.describe, request))
 
 
 @dataclass(frozen=True)
@@ -383,7 +268,11 @@ class Fitting:
     @cached_property
     def prior(self) -> Prior:
         """Return the prior of the target, from the base or the options."""
-        return prior_of(cast(TargetOptions, self.inputs.options), self.base)
+        if self.base is not None:
+            return self.base.prior
+        precision = cast(TargetOptions, self.inputs.options).given_precision
+        assert precision is not None
+        return Prior(precision)
 
     @cached_property
     def target(self) -> Any:
@@ -410,107 +299,190 @@ class Fitting:
 
 
 @dataclass(frozen=True)
-class Method(ABC):
-    """One way to fit a posterior, with its inputs and options.
+class FitOutput:
+    """Output of a fit.
 
     Attributes:
-        name: start of the posterior's default name.
-        kind: of the file: posterior or samples.
+        tensors: all arrays; empty if `write` has them.
+        meta: type, method, param_layout and whatever else distinguishes this posterior.
+        metrics: numbers of the fit to store.
+        split: source of the stored head, classes and number of examples; None if tensors and meta have them.
+        told: further numbers for the result that are not stored, because they may differ between runs of one request.
+        write: publishes something other than a safetensors file; maps (meta, provenance, may_replace) to the content digest.
+        publishing: context to enter while the file is published.
     """
 
-    name: ClassVar[str]
-    kind: ClassVar[str] = "posterior"
-    inputs: FitInputs
-    options: Any
-
-    @property
-    def target(self) -> Path:
-        """Return the path of the posterior."""
-        return posterior_path(self.inputs.run, self._default_name, kind=self.kind)
-
-    @property
-    def _default_name(self) -> str:
-        return f"{self.name}{self.inputs.options.layers_suffix}"
-
-    @property
-    @abstractmethod
-    def algo_rev(self) -> int:
-        """Return the revision of the algorithm."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Return what identifies the fit, besides its sources."""
-        base = self.inputs.base
-        return {
-            **self.options.params(),
-            "base": None if base is None else base.path.stem,
-            "seed": self.inputs.run.compute.seed,
-        }
-
-    @abstractmethod
-    def estimate_memory(self) -> int | None:
-        """Return the peak memory of the work in bytes; None if it was only checked.
-
-        Raises:
-            DeviceError: memory is short.
-        """
-
-    @abstractmethod
-    def estimate_disk(self) -> int:
-        """Return the size of the file in bytes."""
-
-    @abstractmethod
-    def fit(self, fitting: Fitting) -> FitOutput:
-        """Do the work."""
-
-    @abstractmethod
-    def summarize(self, metrics: Any) -> list[str]:
-        """Return the summary for people."""
-
-    def describe(self, request: Request, meta: Mapping[str, Any]) -> Report:
-        """Report on a new or existing posterior. Warn where the network predicts val better."""
-        metrics = meta["metrics"]
-        warn_if_worse(self.inputs.run, request.target, metrics, method=self.name, also=weaker_prior(meta))
-        return Report(metrics, self.summarize(metrics))
+    tensors: Mapping[str, Tensor]
+    meta: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    split: Split | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+    write: Callable[[dict[str, Any], dict[str, Any], bool], str] | None = None
+    publishing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def run_fit(method: Method) -> Result:
-    """Fit and publish a posterior, unless it is up to date.
+@dataclass(frozen=True)
+class Report:
+    """Report on a new or existing posterior: numbers for the result, lines for people, and a negative verdict if any."""
+
+    metrics: dict[str, Any]
+    summary: list[str]
+    failure: BnnError | None = None
+
+
+_SUFFIXES = {"posterior": ".safetensors", "samples": ".nc"}
+
+
+def posterior_path(run: Run, default: str, *, kind: str = "posterior") -> Path:
+    """Return the given path of a posterior, or that in the run folder by its given or default name."""
+    named = run.folder.posterior(run.naming.name or default, suffix=_SUFFIXES[kind])
+    return Path(run.naming.out) if run.naming.out else named
+
+
+def posterior_request(
+    run: Run,
+    default: str,
+    *,
+    kind: str = "posterior",
+    params: Mapping[str, Any],
+    algo_rev: int,
+    sources: Sequence[Source],
+    checkpoint: Mapping[str, Any] | None,
+    estimated_bytes: Callable[[], int],
+    require: Callable[[], object] = lambda: None,
+    estimated_memory: Callable[[], int | None] = lambda: None,
+) -> Request:
+    """Return the request for a posterior, at the given path or in the run folder by its given or default name.
 
     Raises:
-        BnnError: an input is missing or does not fit, or memory is short.
+        UsageError, OutputExists: the name is not allowed.
     """
-    inputs, run = method.inputs, method.inputs.run
-
-    @cache
-    def estimated_memory() -> int | None:
-        with inputs.visible():
-            return method.estimate_memory()
-
-    def estimated_bytes() -> int:
-        if request.target.is_file() and not run.write.force:
-            return request.target.stat().st_size  # up to date, so no code runs
-        with inputs.visible():
-            return method.estimate_disk()
-
-    request = posterior_request(
-        run,
-        method._default_name,
-        kind=method.kind,
-        params=method.params,
-        algo_rev=method.algo_rev,
-        sources=inputs.sources,
-        checkpoint=inputs.train.checkpoint,
-        estimated_bytes=estimated_bytes,
-        require=estimated_memory,
+    target = posterior_path(run, default, kind=kind)
+    run.folder.check_name_is_free(target)
+    return Request(
+        target,
+        kind,
+        target.stem,
+        params,
+        algo_rev,
+        sources,
+        checkpoint,
+        estimated_bytes,
+        require,
         estimated_memory=estimated_memory,
     )
 
-    def fit() -> FitOutput:
-        with inputs.read() as (train, val):
-            return method.fit(Fitting(inputs, request, train, val))
 
-    return produce_posterior(run, request, fit, partial(method.describe, request))
+def produce_posterior(
+    run: Run, request: Request, fit: Callable[[], FitOutput], report: Callable[[Mapping[str, Any]], Report]
+) -> Result:
+    """Produce a posterior: up to date, fitted, replaced or planned.
+
+    Args:
+        fit: does the work; called with the lock held, only if there is work.
+        report: reports on a posterior with this meta, and warns.
+
+    Raises:
+        BnnError: see `produce`.
+    """
+
+    def compute() -> ComputationOutput:
+        fitted = fit()
+        tensors, meta = _content(fitted)
+        said = report({**meta, "metrics": {**meta["metrics"], **fitted.told}})
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            with fitted.publishing():
+                if fitted.write is not None:
+                    return fitted.write(meta, provenance, may_replace)
+                return write_posterior(
+                    request.target, tensors, meta=meta, provenance=provenance, may_replace=may_replace
+                )
+
+        return ComputationOutput(publish, said.metrics, said.summary, said.failure)
+
+    def when_fresh(header: Header) -> ComputationOutput:
+        said = report({**header.meta, "metrics": header.meta.get("metrics", {})})
+        return ComputationOutput(
+            lambda provenance, may_replace: header.content_digest, said.metrics, said.summary, said.failure
+        )
+
+    return produce(run, request, compute, when_fresh=when_fresh)
+
+
+def _content(fitted: FitOutput) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and meta to store."""
+    tensors, meta = dict(fitted.tensors), {**fitted.meta, "metrics": dict(fitted.metrics)}
+    if fitted.split is not None:
+        content = fitted.split.content
+        tensors |= head_tensors(fitted.split)
+        meta |= {"num_examples": len(content.features), "classes": content.classes}
+    return tensors, meta
+
+
+@dataclass(frozen=True)
+class Base:
+    """A posterior that provides the target's prior."""
+
+    path: Path
+    header: Header
+    source: Source
+    prior: Prior
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Return whether the base can whiten."""
+        return self.header.meta.get("type") == "gaussian"
+
+
+def find_base(run: Run, options: TargetOptions) -> Base | None:
+    """Return the base named by the options or the default; None if they give a prior precision.
+
+    Raises:
+        MissingInput: there is none.
+        DataError: it has no prior.
+        UsageError: it is over other layers, or a prior precision is given as well.
+    """
+    if options.given_precision is not None:
+        if options.base not in (None, options.default_base):
+            raise UsageError("give only one of \0prior_precision\0 and \0base\0: both set the prior precision")
+        return None
+    path = predictions.find_base(run, options, options.base)
+    header, source = posterior_source(run, path, "base")
+    layers = str(header.meta.get("layers") or "last")
+    if layers != options.layers:
+        raise UsageError(
+            f"\0base\0 {path.stem} is over \0layers\0 {layers}, but got \0layers\0 {options.layers}",
+            hint="name a base over these layers, or give \0prior_precision\0 NUMBER",
+        )
+    if "num_varying" in header.meta:
+        raise UsageError(
+            f"\0base\0 {path.stem} fixes all but {header.meta['num_varying']:,} parameters, but this method "
+            "moves all of them",
+            hint="name a base that fixes none, or give \0prior_precision\0 NUMBER",
+        )
+    return Base(path, header, source, posterior_prior(path, header))
+
+
+_LARGE = 1 << 30  # bytes; a larger base file is not read a second time
+
+
+def compare_with_base(base: Base | None, gaussian: Gaussian) -> BaseMetrics | None:
+    """Compare a Gaussian with its base; None if the base is no Gaussian, has no variances at hand, or is large."""
+    if base is None or not base.is_gaussian or base.path.stat().st_size > _LARGE:
+        return None
+    other = open_posterior(base.path)[0]
+    if not hasattr(other.covariance, "marginal_variances"):
+        return None
+    variances = other.covariance.marginal_variances()
+    own: Tensor = gaussian.covariance.marginal_variances()  # type: ignore[attr-defined]
+    distances = (gaussian.mean.cpu() - other.mean) / variances.sqrt()
+    return {
+        "name": base.path.stem,
+        "median_share": float((own.cpu() / variances).median()),
+        "rms_distance": float(distances.square().mean().sqrt()),
+        "largest_distance": float(distances.abs().max()),
+    }
 
 
 def require_steps(inputs: FitInputs, plan: StochasticFitPlan, *, method: str, hint: str, num_bases: int = 0) -> int:
@@ -531,6 +503,20 @@ def require_steps(inputs: FitInputs, plan: StochasticFitPlan, *, method: str, hi
         needed += num_bases * inputs.base.path.stat().st_size
     what = f"fit-{method} of {layout.num_params:,} parameters"
     return network_memory.require_steps(needed, inputs.run.device_name, what=what, hint=hint)
+
+
+LEAVE_OUT = "omit \0learning_rate\0 to let bnncli choose one"
+
+
+@contextmanager
+def suggest_default_learning_rate(learning_rate: float | None) -> Iterator[None]:
+    """Suggest dropping --learning-rate if training in the block diverges with a given rate."""
+    try:
+        yield
+    except NumericError as error:
+        if learning_rate is not None:
+            error.hint = LEAVE_OUT
+        raise
 
 
 def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
