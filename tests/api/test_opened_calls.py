@@ -30,7 +30,7 @@ def extract_another_train(run: Path, cli: Cli) -> None:
     arrays["labels_train"] = arrays["labels_train"][::-1].copy()
     np.savez(run.with_name("features.npz"), **arrays)
     words = ("extract-features", run, "--from-npz", run.with_name("features.npz"), "--ood", "far")
-    assert cli(*words).code == 0
+    cli(*words).expect(0)
 
 
 def test_what_a_call_allows_holds_for_no_other_thread(finished_run: Path) -> None:
@@ -78,9 +78,7 @@ def test_a_posterior_stays_what_it_was_when_it_was_asked_for(small_run: Path) ->
     assert refine.sample(2).shape == (2, 18)
 
 
-def test_a_posterior_that_is_replaced_while_it_is_read_is_refused(
-    small_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_posterior_replaced_while_read_is_refused(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bnncli.session import predictor
 
     other = small_run.with_name("small.bnn") / "posteriors" / "refine.safetensors"
@@ -185,7 +183,7 @@ def runs(folders: tuple[Path, Path], cli: Cli) -> tuple[Path, Path]:
     kept = list(sys.path), dict(sys.modules)
     for folder in folders:
         given = ("--model", f"{folder}/net.py:make", "--data", f"train=npz:{folder}/train.npz")
-        assert cli("extract-features", folder / "ckpt.pt", *given).code == 0
+        cli("extract-features", folder / "ckpt.pt", *given).expect(0)
         sys.path[:] = kept[0]
         for name in set(sys.modules) & {"net", "blocks", "late", "parts", "parts.sizes"}:
             del sys.modules[name]
@@ -206,9 +204,7 @@ def test_folders_of_the_same_modules_are_kept_apart(runs: tuple[Path, Path], mon
     assert not (set(sys.modules) - names) & {"net", "late", "parts", "parts.sizes"}
 
 
-def test_pressing_ctrl_c_in_the_users_code_is_an_interruption(
-    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_user_code_is_an_interruption(runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     run, x = opened(runs[0]), inputs_of(runs[0])
     monkeypatch.setenv("PRESSED", "forward")
     before, handler = list(sys.path), signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -224,9 +220,7 @@ def test_pressing_ctrl_c_in_the_users_code_is_an_interruption(
 
 
 @pytest.mark.parametrize("where", ["factory", "forward"])
-def test_code_that_exits_does_not_end_the_process(
-    runs: tuple[Path, Path], where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_code_cannot_exit_process(runs: tuple[Path, Path], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXITS", where)
     with pytest.raises(UsageError, match=r"^user code called exit\(3\)$"):
         opened(runs[0]).features(inputs_of(runs[0]))
@@ -252,11 +246,11 @@ def images(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndar
     inputs = np.random.default_rng(0).integers(256, size=(40, 2, 2), dtype=np.uint8)
     np.savez("data.npz", x=inputs, y=np.arange(40) % 2)
     data = ("--data", "train=npz:data.npz", "--data", "test=npz:data.npz@30", "--mean", "0.4")
-    assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *data).code == 0
+    cli("extract-features", "ckpt.pt", "--model", "net.py:make", *data).expect(0)
     fit = ("fit-laplace", "ckpt.pt", "--layers", "all", "--prior-precision", 3, "--trust-code")
-    assert cli(*fit).code == 0
+    cli(*fit).expect(0)
     predict = ("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "test", "--trust-code")
-    assert cli(*predict, "--integrator", "logit-mc", "--integrator", "mc", "--samples", 50).code == 0
+    cli(*predict, "--integrator", "logit-mc", "--integrator", "mc", "--samples", 50).expect(0)
     return inputs[:30]
 
 
@@ -284,16 +278,14 @@ def test_the_networks_code_runs_only_where_it_is_named(images: np.ndarray) -> No
         bnncli.open("ckpt.pt").predict(images, posterior="laplace-all")
 
 
-def test_texts_are_predicted_as_the_command_predicts_them(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_predicted_as_by_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = text_folder(tmp_path / "model")
     with open("train.csv", "w", newline="") as file:
         csv.writer(file).writerows([("text", "label"), *((text, index % 3) for index, text in enumerate(TEXTS))])
-    assert cli("extract-features", "reviews", "--model", "hf:model", "--data", "train=csv:train.csv").code == 0
-    assert cli("fit-laplace", "reviews", "--prior-precision", "1").code == 0
-    assert cli("predict", "reviews", "--split", "train", "--posterior", "laplace", "--integrator", "probit").code == 0
+    cli("extract-features", "reviews", "--model", "hf:model", "--data", "train=csv:train.csv").expect(0)
+    cli("fit-laplace", "reviews", "--prior-precision", "1").expect(0)
+    cli("predict", "reviews", "--split", "train", "--posterior", "laplace", "--integrator", "probit").expect(0)
     stored = read_predictions(Path("reviews.bnn/predictions/laplace.probit/train.h5")).probs
     run = bnncli.open("reviews", model="hf:model")
     for given in (TEXTS, tuple(TEXTS), np.array(TEXTS)):
@@ -323,7 +315,7 @@ def test_pictures_are_predicted_as_the_command_predicts_them(tmp_path: Path, cli
     data.mkdir()
     for index, picture in enumerate(pictures()):
         picture.save(data / f"{index}.png")
-    assert cli("extract-features", folder, "--model", f"hf:{folder}", "--data", f"train=images:{data}").code == 0
+    cli("extract-features", folder, "--model", f"hf:{folder}", "--data", f"train=images:{data}").expect(0)
     run = bnncli.open(folder, model=f"hf:{folder}")
     stored = run.split("train").features
     np.testing.assert_allclose(run.features(pictures()), stored, atol=1e-6)

@@ -135,8 +135,8 @@ def test_classes_have_the_names_that_a_later_split_brings(images: Path, cli: Cli
     run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"]
     assert run.predict(x).classes == ("0", "1", "2")
     later = ("--data", "named=py:sets.py:make", "--mean", "0.4", "--std", "0.3")
-    assert cli("extract-features", "ckpt.pt", "--model", "mlp", *later).code == 0
-    assert cli("predict", "ckpt.pt", "--posterior", "laplace", "--split", "test").code == 0
+    cli("extract-features", "ckpt.pt", "--model", "mlp", *later).expect(0)
+    cli("predict", "ckpt.pt", "--posterior", "laplace", "--split", "test").expect(0)
     stored = read_predictions(Path("ckpt.pt.bnn/predictions/laplace.mc/test.h5"))
     assert run.predict(x).classes == ("cat", "dog", "owl") == tuple(stored.classes)
 
@@ -235,9 +235,7 @@ def test_code_is_looked_at_in_every_call(coded: Path) -> None:
     assert np.array_equal(run.features(x), features)
 
 
-def test_relative_paths_are_of_the_folder_that_they_were_given_in(
-    coded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_relative_paths_keep_their_folder(coded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     x, run = make_images()["train"]["x"], bnncli.open("ckpt.pt", model="net.py:make")
     expected, features = run.predict(x).probs, run.features(x)
     (tmp_path / "other").mkdir()
@@ -270,8 +268,8 @@ def test_a_network_that_gives_another_head_is_refused_whatever_is_allowed(coded:
 def test_a_run_of_raw_inputs_has_its_inputs_for_features(tmp_path: Path, cli: Cli) -> None:
     np.savez(tmp_path / "train.npz", **make_images()["train"])
     name, x = tmp_path / "raw", make_images()["train"]["x"]
-    assert cli("extract-features", name, "--model", "flatten", "--data", f"train=npz:{tmp_path}/train.npz").code == 0
-    assert cli("fit-laplace", name, "--prior-precision", 1).code == 0
+    cli("extract-features", name, "--model", "flatten", "--data", f"train=npz:{tmp_path}/train.npz").expect(0)
+    cli("fit-laplace", name, "--prior-precision", 1).expect(0)
     run = bnncli.open(name)
     assert np.array_equal(run.features(x), x.reshape(90, 16) / np.float32(255))
     expected = run.predict(run.split("train").features).probs

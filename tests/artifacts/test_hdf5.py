@@ -123,9 +123,7 @@ def virtual_dataset(file: h5py.File, secret: Path) -> None:
 
 @pytest.mark.parametrize("is_sealed", [True, False])
 @pytest.mark.parametrize("attack", [external_link, soft_link, link_in_the_middle, external_storage, virtual_dataset])
-def test_a_file_that_would_read_other_files_is_not_trusted(
-    path: Path, attack: Callable[[h5py.File, Path], None], is_sealed: bool
-) -> None:
+def test_links_to_other_files_refused(path: Path, attack: Callable[[h5py.File, Path], None], is_sealed: bool) -> None:
     secret = path.with_name("secret.h5")
     with h5py.File(secret, "w") as file:
         file["x"] = np.arange(4)
@@ -231,9 +229,7 @@ def test_a_missing_file_and_a_pipe_are_missing_inputs(tmp_path: Path) -> None:
             read_all(tmp_path / name)
 
 
-def test_a_full_disk_under_a_large_file_is_an_error_and_not_a_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_under_a_large_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True)
     if done.returncode != 0:
         pytest.skip("this process may not mount a file system")
@@ -245,11 +241,3 @@ def test_a_full_disk_under_a_large_file_is_an_error_and_not_a_crash(
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_one_flipped_byte_anywhere_is_seen(path: Path) -> None:
-    content = path.read_bytes()
-    for offset in [*range(0, 2048, 97), *np.linspace(0, len(content) - 1, 40).astype(int)]:
-        path.write_bytes(content[:offset] + bytes([content[offset] ^ 4]) + content[offset + 1 :])
-        with pytest.raises(DataError):
-            read_all(path)

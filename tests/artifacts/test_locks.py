@@ -8,13 +8,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from bnncli.artifacts.run_folder import artifact_lock
-from bnncli.errors import Interrupted, Locked, OutputExists, WriteError
+from bnncli.errors import Interrupted, OutputExists, WriteError
 
 HOLDER = """
 import sys
@@ -40,20 +39,6 @@ def hold(path: Path) -> subprocess.Popen[str]:
     return holder
 
 
-def test_a_held_lock_is_refused_and_its_holder_is_named(tmp_path: Path) -> None:
-    holder = hold(tmp_path / "lock")
-    try:
-        with (
-            pytest.raises(Locked, match=f"pid {holder.pid} on .*: -c") as caught,
-            artifact_lock(tmp_path / "lock", wait=0, poll=nothing),
-        ):
-            pass
-    finally:
-        holder.communicate()
-    assert caught.value.exit == 75
-    assert "\0wait\0" in str(caught.value.hint)
-
-
 def test_the_lock_of_a_killed_holder_is_free_and_its_file_stays(tmp_path: Path) -> None:
     holder = hold(tmp_path / "lock")
     holder.kill()
@@ -61,16 +46,6 @@ def test_the_lock_of_a_killed_holder_is_free_and_its_file_stays(tmp_path: Path) 
     with artifact_lock(tmp_path / "lock", wait=0, poll=nothing):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     assert (tmp_path / "lock").exists()
-
-
-def test_waiting_ends_when_the_holder_is_done(tmp_path: Path) -> None:
-    holder = hold(tmp_path / "lock")
-    timer = threading.Timer(0.3, holder.communicate)
-    timer.start()
-    with artifact_lock(tmp_path / "lock", wait=30, poll=nothing):
-        pass
-    timer.join()
-    assert holder.returncode == 0
 
 
 def test_waiting_is_polled_for_signals(tmp_path: Path) -> None:

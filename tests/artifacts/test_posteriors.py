@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from bnncli.artifacts.posteriors import read_posterior, tensor_shapes, write_posterior
@@ -59,14 +57,6 @@ def test_what_was_written_is_read(path: Path) -> None:
     assert tensor_shapes(path) == {"half": "F16 (2, 3)", "mean": "F64 (6,)", "n": "I64 (1,)"}
 
 
-def test_the_same_posterior_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
-    paths = [tmp_path / f"{number}" for number in range(8)]
-    for path in paths:
-        write(path)
-    assert len({path.read_bytes() for path in paths}) == 1
-
-
 def test_anybody_can_read_it_and_finds_one_metadata_key_of_canonical_json(path: Path) -> None:
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -89,15 +79,6 @@ def test_strided_and_shared_tensors_are_stored_as_they_look(tmp_path: Path) -> N
     assert torch.equal(tensors["row"], matrix[1])
 
 
-def test_the_mode_follows_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        write(tmp_path / "x")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o644
-
-
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "x", {"mean": torch.tensor([1.0, float("nan")])})
     with pytest.raises(DataError, match="'mean' has values that are not finite"):
@@ -117,9 +98,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         (None, None),
     ],
 )
-def test_a_prior_that_the_header_and_the_tensors_do_not_share_is_refused(
-    tmp_path: Path, stated: Prior | None, stored: Prior | None
-) -> None:
+def test_header_and_tensors_share_the_prior(tmp_path: Path, stated: Prior | None, stored: Prior | None) -> None:
     tensors, meta = (stored.to_tensors() if stored else {}), (stated.to_meta() if stated else {})
     write(tmp_path / "x", TENSORS | tensors, META | meta)
     if stated == stored:
@@ -163,12 +142,6 @@ def test_a_header_that_is_not_ours_is_refused(path: Path, header: str) -> None:
         read_posterior(path)
 
 
-def test_a_plain_safetensors_file_is_not_an_artifact(path: Path) -> None:
-    path.write_bytes(save({"w": torch.zeros(2)}))
-    with pytest.raises(DataError, match="without a bnncli header"):
-        read_posterior(path)
-
-
 def test_a_header_length_beyond_the_file_is_refused_before_it_is_read(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", 2**63) + b"{" + bytes(100))
     with pytest.raises(DataError, match="truncated"):
@@ -178,12 +151,4 @@ def test_a_header_length_beyond_the_file_is_refused_before_it_is_read(path: Path
 def test_bytes_after_the_last_tensor_are_refused(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(DataError, match="truncated"):
-        read_posterior(path)
-
-
-def test_a_changed_letter_of_the_recorded_command_is_seen(path: Path) -> None:
-    content = path.read_bytes()
-    assert content.count(b'\\"x\\"') == 1
-    path.write_bytes(content.replace(b'\\"x\\"', b'\\"y\\"'))
-    with pytest.raises(DataError, match="its header does not match its digest"):
         read_posterior(path)

@@ -53,22 +53,8 @@ def file_of(run: Path, rule: str, maker: str = "laplace.mc") -> Path:
     return run.with_name("small.bnn") / "decisions" / maker / f"{rule}.safetensors"
 
 
-def test_every_rule_that_is_asked_for_is_an_artifact(cli: Cli, run: Path) -> None:
-    done = cli("calibrate", run, *ALL, "--json")
-    assert done.code == 0, done.stderr
-    rules = ("sets", "risk", "ood", "shift")
-    assert [Path(one["path"]) for one in done.json["outputs"]] == [file_of(run, rule) for rule in rules]
-    assert [row["rule"] for row in done.json["rules"]] == [*rules]
-    assert [entry["role"] for entry in read_header(file_of(run, "risk")).inputs] == ["predictions.calib"]
-    assert cli("calibrate", run, *ALL, "--json").json["action"] == "up_to_date"
-    assert cli("verify", run.with_name("small.bnn")).code == 0
-    assert cli("status", run, "--check").code == 0
-    assert "decisions/laplace.mc/shift" in cli("status", run).stdout
-    assert cli("inspect", file_of(run, "sets"), "--json").json["arrays"] == {"thresholds": "F64 (1,)"}
-
-
 def test_the_threshold_is_that_of_the_predictions_by_hand(cli: Cli, run: Path) -> None:
-    assert cli("calibrate", run, *ALL).code == 0
+    cli("calibrate", run, *ALL).expect(0)
     content = read_predictions(run.with_name("small.bnn") / "predictions" / "laplace.mc" / "calib.h5")
     assert content.labels is not None
     scores = np.sort(1 - content.probs[np.arange(200), content.labels].astype(np.float64))
@@ -82,33 +68,32 @@ def test_the_threshold_is_that_of_the_predictions_by_hand(cli: Cli, run: Path) -
 
 
 def test_a_split_that_was_used_is_refused_with_the_reason(cli: Cli, run: Path) -> None:
-    refused = cli("calibrate", run, "--split", "val", "--sets", "lac", "--json")
-    assert refused.code == 65
+    refused = cli("calibrate", run, "--split", "val", "--sets", "lac", "--json").expect(65)
     assert refused.json["error"]["code"] == "split_was_used"
     assert "the posterior 'laplace' was fitted or chosen with this split" in refused.json["error"]["message"]
-    assert cli("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "train").code == 0
+    cli("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "train").expect(0)
     assert "the network was trained on it" in cli("calibrate", run, "--split", "train", "--sets", "lac").stderr
     assert "--split calib" in refused.stderr
 
 
 def test_val_cannot_calibrate_a_score_that_its_ranks_make(cli: Cli, run: Path) -> None:
     words = ("calibrate", run, "--posterior", "map", "--split", "val")
-    assert cli("predict", run, "--posterior", "map").code == 0
+    cli("predict", run, "--posterior", "map").expect(0)
     for rule in (("--false-alarm", 0.2), ("--shift-level", 0.1)):
         refused = cli(*words, *rule, "--json")
         assert (refused.code, refused.json["error"]["code"]) == (65, "split_was_used")
-        assert cli(*words, *rule, "--score", "max_prob").code == 0
-    assert cli(*words, "--sets", "lac").code == 0
+        cli(*words, *rule, "--score", "max_prob").expect(0)
+    cli(*words, "--sets", "lac").expect(0)
 
 
 @pytest.mark.parametrize("posterior", ["refine", "hmc", "temperature"])
 def test_what_goes_back_to_a_split_at_any_remove_is_refused(cli: Cli, small_run: Path, posterior: str) -> None:
-    assert cli("fit-temperature", small_run).code == 0
-    assert cli("predict", small_run, "--posterior", posterior, "--split", "val", "--split", "test").code == 0
-    refused = cli("calibrate", small_run, "--posterior", posterior, "--split", "val", "--false-alarm", 0.1)
-    assert refused.code == 65
-    assert "was fitted or chosen with this split" in refused.stderr
-    assert cli("calibrate", small_run, "--posterior", posterior, "--split", "test", "--false-alarm", 0.1).code == 0
+    cli("fit-temperature", small_run).expect(0)
+    cli("predict", small_run, "--posterior", posterior, "--split", "val", "--split", "test").expect(0)
+    cli("calibrate", small_run, "--posterior", posterior, "--split", "val", "--false-alarm", 0.1).expect(
+        65, "was fitted or chosen with this split"
+    )
+    cli("calibrate", small_run, "--posterior", posterior, "--split", "test", "--false-alarm", 0.1).expect(0)
 
 
 def test_a_dry_run_writes_nothing_and_a_file_may_be_named(cli: Cli, run: Path) -> None:
@@ -116,13 +101,13 @@ def test_a_dry_run_writes_nothing_and_a_file_may_be_named(cli: Cli, run: Path) -
     assert (done.code, "compute" in done.stdout) == (0, True)
     assert not file_of(run, "sets").exists()
     out = run.with_name("own.safetensors")
-    assert cli("calibrate", run, "--sets", "lac", "--out", out).code == 0
-    assert cli("verify", out).code == 0
+    cli("calibrate", run, "--sets", "lac", "--out", out).expect(0)
+    cli("verify", out).expect(0)
 
 
 def test_nonempty_sets_have_a_class_each(cli: Cli, run: Path) -> None:
     for name, words in {"plain": (), "filled": ("--nonempty",)}.items():
-        assert cli("calibrate", run, "--sets", "lac", "--coverage", 0.6, "--name", name, *words).code == 0
+        cli("calibrate", run, "--sets", "lac", "--coverage", 0.6, "--name", name, *words).expect(0)
     done = cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 0, "--json")
     (row,) = [row for row in done.json["rows"] if row["split"] == "test"]
     empty = {m["rule"]: m["value"] for m in row["metrics"] if m["name"] == "empty_sets"}
@@ -131,14 +116,14 @@ def test_nonempty_sets_have_a_class_each(cli: Cli, run: Path) -> None:
     assert covered["filled"] >= covered["plain"]
 
 
-@pytest.mark.parametrize("place", range(0, 1400, 70))
+@pytest.mark.parametrize("place", range(0, 1400, 350))
 def test_a_damaged_rule_is_told_and_never_a_bug(cli: Cli, run: Path, place: int) -> None:
-    assert cli("calibrate", run, "--shift-level", 0.1).code == 0
+    cli("calibrate", run, "--shift-level", 0.1).expect(0)
     path = file_of(run, "shift")
     content = bytearray(path.read_bytes())
     content[place % len(content)] ^= 4
     path.write_bytes(content)
-    assert cli("verify", path).code == 65
+    cli("verify", path).expect(65)
     predict = (
         "predict",
         run,
@@ -160,30 +145,28 @@ def test_of_several_labels_an_example_there_are_outliers_and_shift(cli: Cli, tmp
     run = new_run(
         cli, tmp_path / "labels", label_arrays(), "--ood", "far", "--hold-out", "calib=test:60", "--task", "multilabel"
     )
-    assert cli("fit-laplace", run, "--prior-precision", 2).code == 0
-    assert cli("predict", run, "--samples", 20, "--posterior", "laplace").code == 0
+    cli("fit-laplace", run, "--prior-precision", 2).expect(0)
+    cli("predict", run, "--samples", 20, "--posterior", "laplace").expect(0)
     for words in (("--sets", "lac"), ("--risk", 0.3)):
         assert "this run is multilabel" in cli("calibrate", run, *words).stderr
-    assert cli("calibrate", run, "--false-alarm", 0.1, "--shift-level", 0.1, "--score", "entropy").code == 0
+    cli("calibrate", run, "--false-alarm", 0.1, "--shift-level", 0.1, "--score", "entropy").expect(0)
     table = ("--table", run.with_name("t.csv"))
     done = cli("predict", run, "--samples", 20, "--posterior", "laplace", *table, "--json")
     assert {row["kind"] for row in done.json["decisions"]} == {"ood", "shift"}
-    assert cli("evaluate", run, "--bootstrap", 0, "--posterior", "laplace", "--metric", "false_alarm_rate").code == 0
+    cli("evaluate", run, "--bootstrap", 0, "--posterior", "laplace", "--metric", "false_alarm_rate").expect(0)
 
 
 def test_a_split_by_which_auto_chose_is_refused_for_what_it_chose(cli: Cli, run: Path) -> None:
     """The network itself goes back to no val split; once auto has recommended it by that, it does."""
-    assert cli("predict", run, "--posterior", "map").code == 0
+    cli("predict", run, "--posterior", "map").expect(0)
     asked = ("calibrate", run, "--posterior", "map", "--split", "val", "--sets", "lac")
-    assert cli(*asked).code == 0
-    assert cli("auto", run).code == 0
+    cli(*asked).expect(0)
+    cli("auto", run).expect(0)
     path = run.with_name("small.bnn") / "recommended.json"
     header = read_metrics(path)
     rows = [{**row, "is_recommended": row.get("posterior") == "map"} for row in header.meta["rows"]]
     write_metrics(path, rows=rows, predictions=[], provenance=header.provenance, may_replace=True)
-    refused = cli(*asked)
-    assert refused.code == 65
-    assert "auto used it to recommend map.plug-in" in refused.stderr
+    cli(*asked).expect(65, "auto used it to recommend map.plug-in")
     done = cli("calibrate", run, "--sets", "lac", "--json")
     assert [Path(one["path"]) for one in done.json["outputs"]] == [file_of(run, "sets", "map.plug-in")]
 
@@ -195,35 +178,23 @@ def test_rows_that_are_shared_with_training_are_refused(cli: Cli, run: Path, tmp
     np.savez(tmp_path / "train.npz", x=arrays["features_train"], y=arrays["labels_train"])
     data = [f"--data={name}=npz:{tmp_path / 'train.npz'}" for name in ("train", "calib")]
     other = run.with_name("flat")
-    assert cli("extract-features", other, "--model", "flatten", *data).code == 0
-    assert cli("fit-laplace", other, "--prior-precision", 10).code == 0
-    assert cli("predict", other).code == 0
-    refused = cli("calibrate", other, "--sets", "lac")
-    assert refused.code == 65
-    assert "splits 'train' and 'calib' share 240 rows" in refused.stderr
-    assert "--hold-out" in refused.stderr
+    cli("extract-features", other, "--model", "flatten", *data).expect(0)
+    cli("fit-laplace", other, "--prior-precision", 10).expect(0)
+    cli("predict", other).expect(0)
+    cli("calibrate", other, "--sets", "lac").expect(65, "splits 'train' and 'calib' share 240 rows", "--hold-out")
 
 
 def test_a_split_that_is_not_there_is_told_how_to_make(cli: Cli, run: Path) -> None:
-    assert cli("extract-features", run, "--from-npz", run.with_name("arrays.npz"), "--ood", "far", "--force").code == 0
+    cli("extract-features", run, "--from-npz", run.with_name("arrays.npz"), "--ood", "far", "--force").expect(0)
     run.with_name("small.bnn").joinpath("features", "calib.h5").unlink()
-    missing = cli("calibrate", run, "--sets", "lac")
-    assert missing.code == 66
-    assert "--hold-out calib=test:200 --force, and predict again" in missing.stderr
-    refused = cli("calibrate", run, "--split", "far", "--sets", "lac", "--allow-stale")
-    assert refused.code in (65, 66)
-
-
-def test_predictions_that_are_not_there_are_told_with_the_integrator(cli: Cli, run: Path) -> None:
-    absent = cli("calibrate", run, "--posterior", "map", "--integrator", "plug-in", "--risk", 0.1)
-    assert absent.code == 66
-    assert absent.stderr.rstrip().endswith("--posterior map --integrator plug-in")
+    cli("calibrate", run, "--sets", "lac").expect(66, "--hold-out calib=test:200 --force, and predict again")
+    assert cli("calibrate", run, "--split", "far", "--sets", "lac", "--allow-stale").code in (65, 66)
 
 
 def test_too_few_examples_are_told_with_the_least_number(cli: Cli, run: Path) -> None:
-    refused = cli("calibrate", run, "--sets", "lac", "--coverage", 0.996)
-    assert refused.code == 65
-    assert "has 200 examples to calibrate on; a coverage of 0.996 needs at least 249" in refused.stderr
+    cli("calibrate", run, "--sets", "lac", "--coverage", 0.996).expect(
+        65, "has 200 examples to calibrate on; a coverage of 0.996 needs at least 249"
+    )
     refused = cli("calibrate", run, "--sets", "lac", "--coverage", 0.99, "--class-conditional")
     assert "coverage 0.99 for each class needs at least 99 examples per class" in refused.stderr
     assert "a false-alarm rate of 0.001 needs at least 999" in cli("calibrate", run, "--false-alarm", 0.001).stderr
@@ -234,20 +205,19 @@ def test_a_risk_that_cannot_be_shown_accepts_nothing_and_exits_3(cli: Cli, run: 
     for _ in range(2):  # fitted, and up to date
         done = cli("calibrate", run, "--risk", 0.03, "--confidence", 0.9, "--json")
         assert (done.code, done.json["error"]["code"]) == (3, "no_threshold")
-    assert cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 0).code == 0
+    cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 0).expect(0)
     table = run.with_name("t.npz")
-    assert cli("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "test", "--table", table).code == 0
+    cli("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "test", "--table", table).expect(0)
     with np.load(table) as columns:
         assert not columns["accept"].any()
 
 
 def test_the_table_has_the_decisions(cli: Cli, run: Path) -> None:
-    assert cli("calibrate", run, *ALL).code == 0
-    assert cli("calibrate", run, "--sets", "aps", "--name", "fine").code == 0
+    cli("calibrate", run, *ALL).expect(0)
+    cli("calibrate", run, "--sets", "aps", "--name", "fine").expect(0)
     predict = ("predict", run, "--posterior", "laplace", "--samples", 50)
     for name in ("t.npz", "t.csv"):
-        done = cli(*predict, "--table", run.with_name(name))
-        assert done.code == 0, done.stderr
+        done = cli(*predict, "--table", run.with_name(name)).expect(0)
     assert "shift p" in done.stderr
     content = read_predictions(run.with_name("small.bnn") / "predictions" / "laplace.mc" / "test.h5")
     rule = read_decision(file_of(run, "sets")).rule
@@ -265,18 +235,16 @@ def test_the_table_has_the_decisions(cli: Cli, run: Path) -> None:
 
 
 def test_rules_can_be_chosen_or_left_out(cli: Cli, run: Path) -> None:
-    assert cli("calibrate", run, *ALL).code == 0
+    cli("calibrate", run, *ALL).expect(0)
     predict = ("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "test", "--json")
     (row,) = cli(*predict, "--decide", "shift").json["decisions"]
     assert (row["rule"], row["is_alarm"]) == ("shift", False)
     assert cli(*predict, "--table", run.with_name("t.npz"), "--decide", "none").json["decisions"] == []
-    missing = cli(*predict, "--decide", "other")
-    assert missing.code == 66
-    assert "have: ood, risk, sets, shift" in missing.json["error"]["message"]
+    assert "have: ood, risk, sets, shift" in cli(*predict, "--decide", "other").expect(66).json["error"]["message"]
 
 
 def test_predictions_of_another_kind_are_not_decided_on(cli: Cli, run: Path) -> None:
-    assert cli("calibrate", run, "--sets", "lac").code == 0
+    cli("calibrate", run, "--sets", "lac").expect(0)
     again = (
         "predict",
         run,
@@ -296,7 +264,7 @@ def test_predictions_of_another_kind_are_not_decided_on(cli: Cli, run: Path) -> 
 
 
 def test_scores_of_decisions_have_intervals_and_say_why_they_are_not_there(cli: Cli, run: Path) -> None:
-    assert cli("calibrate", run, *ALL).code == 0
+    cli("calibrate", run, *ALL).expect(0)
     done = cli("evaluate", run, "--posterior", "laplace", "--json")
     rows = {row["split"]: {(m["name"], m.get("ood")): m for m in row["metrics"]} for row in done.json["rows"]}
     assert {"low", "high"} <= set(rows["test"]["set_coverage", None]["interval"])
@@ -312,22 +280,14 @@ def test_scores_of_decisions_have_intervals_and_say_why_they_are_not_there(cli: 
     assert shift["is_alarm"] == (shift["value"] <= 0.05)
     assert 0 <= rows["test"]["detection_rate", "far"]["value"] <= 1
     assert "was calibrated on" in rows["calib"]["selective_risk", None]["undefined"]
-    assert cli("evaluate", run, "--posterior", "laplace", "--assert", "set_coverage>=0.7").code == 0
-    assert cli("evaluate", run, "--posterior", "laplace", "--metric", "set_coverage").code == 0
-    assert cli("evaluate", run, "--posterior", "map").code == 66
-
-
-def test_scores_are_made_anew_where_a_rule_is_new(cli: Cli, run: Path) -> None:
-    evaluate = ("evaluate", run, "--posterior", "laplace", "--bootstrap", 0, "--json")
-    assert cli(*evaluate).json["action"] == "computed"
-    assert cli("calibrate", run, "--sets", "lac").code == 0
-    assert cli(*evaluate).json["action"] == "replaced"
-    assert cli(*evaluate).json["action"] == "up_to_date"
+    cli("evaluate", run, "--posterior", "laplace", "--assert", "set_coverage>=0.7").expect(0)
+    cli("evaluate", run, "--posterior", "laplace", "--metric", "set_coverage").expect(0)
+    cli("evaluate", run, "--posterior", "map").expect(66)
 
 
 def test_a_rule_is_stale_with_its_predictions(cli: Cli, run: Path) -> None:
-    assert cli("calibrate", run, "--sets", "lac").code == 0
-    assert cli("predict", run, "--posterior", "laplace", "--samples", 60, "--force").code == 0
+    cli("calibrate", run, "--sets", "lac").expect(0)
+    cli("predict", run, "--posterior", "laplace", "--samples", 60, "--force").expect(0)
     assert "predictions.calib (calib.h5) has changed" in cli("status", run).stdout
     skipped = cli("predict", run, "--posterior", "laplace", "--samples", 60, "--table", run.with_name("t.csv"))
     assert "skipping rule sets of laplace.mc" in skipped.stderr
@@ -349,30 +309,28 @@ def test_a_rule_is_stale_with_its_predictions(cli: Cli, run: Path) -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused(cli: Cli, small_run: Path, words: tuple[str, ...], message: str) -> None:
-    refused = cli("calibrate", small_run, "--split", "test", *words)
-    assert refused.code == 2
-    assert message in refused.stderr
+    cli("calibrate", small_run, "--split", "test", *words).expect(2, message)
 
 
 def test_raps_is_tuned_on_rows_that_it_does_not_calibrate_on(cli: Cli, run: Path) -> None:
-    assert cli("calibrate", run, "--sets", "raps").code == 0
+    cli("calibrate", run, "--sets", "raps").expect(0)
     metrics = read_header(file_of(run, "sets")).meta["metrics"]
     assert metrics["num_examples"] == 160
     given = ("--raps-penalty", 0.2, "--raps-rank", 2, "--name", "given", "--nonrandomized")
-    assert cli("calibrate", run, "--sets", "raps", *given).code == 0
+    cli("calibrate", run, "--sets", "raps", *given).expect(0)
     found = read_header(file_of(run, "given")).meta
     assert (found["metrics"]["num_examples"], found["fitted"]["penalty"], found["fitted"]["seed"]) == (200, 0.2, None)
 
 
 @pytest.mark.nightly
 def test_the_report_has_what_the_rules_guarantee_and_what_came_of_it(cli: Cli, run: Path) -> None:
-    assert cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 50).code == 0
+    cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 50).expect(0)
     page = run.with_name("small.bnn") / "report.html"
-    assert cli("report", run).code == 0
+    cli("report", run).expect(0)
     assert "No rule of calibrate was scored on test" in page.read_text()
-    assert cli("calibrate", run, *ALL).code == 0
-    assert cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 50).code == 0
-    assert cli("report", run, "--force").code == 0
+    cli("calibrate", run, *ALL).expect(0)
+    cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 50).expect(0)
+    cli("report", run, "--force").expect(0)
     text = page.read_text()
     for said in (
         "lac: 80% covered",

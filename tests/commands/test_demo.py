@@ -45,9 +45,7 @@ def value(result: dict[str, Any], posterior: str, name: str, **choices: str) -> 
 
 
 @pytest.mark.parametrize("posterior", ["laplace", "refine", "hmc"])
-def test_every_posterior_is_better_calibrated_than_the_network(
-    demo: tuple[Path, dict[str, Any]], posterior: str
-) -> None:
+def test_posteriors_are_better_calibrated_than_the_network(demo: tuple[Path, dict[str, Any]], posterior: str) -> None:
     result = demo[1]
     width = {"strategy": "equal-width"}
     for name, choices, least_gain in (("nll", {}, 0.2), ("ece", width, 0.04), ("brier", {}, 0.01)):

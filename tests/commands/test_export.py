@@ -64,7 +64,7 @@ def check_every_integrator(cli: Cli, run: Path, *posteriors: str) -> int:
     count = 0
     for posterior in posteriors:
         asked = ("predict", run, "--posterior", posterior, "--split", "test")
-        assert cli(*asked, "--integrator", "all", "--force").code == 0
+        cli(*asked, "--integrator", "all", "--force").expect(0)
         for folder in sorted((folder_of(run) / "predictions").glob(f"{posterior}.*")):
             integrator = folder.name.partition(".")[2]
             done = cli("export", run, "--posterior", posterior, "--integrator", integrator, *TORCH, *WHOLE)
@@ -82,8 +82,8 @@ def check_every_integrator(cli: Cli, run: Path, *posteriors: str) -> int:
 
 
 def test_every_posterior_by_every_integrator_gives_what_predict_wrote(cli: Cli, small_run: Path) -> None:
-    assert cli("fit-lbbnn", small_run, "--epochs", 1).code == 0
-    assert cli("fit-temperature", small_run).code == 0
+    cli("fit-lbbnn", small_run, "--epochs", 1).expect(0)
+    cli("fit-temperature", small_run).expect(0)
     found = check_every_integrator(cli, small_run, "laplace", "refine", "hmc", "map", "lbbnn", "temperature")
     assert found == 25
 
@@ -94,13 +94,13 @@ def test_one_logit_gives_two_classes(cli: Cli, tmp_path: Path) -> None:
         arrays[f"labels_{split}"] = arrays[f"labels_{split}"] % 2
     arrays["head_weight"], arrays["head_bias"] = arrays["head_weight"][:1], arrays["head_bias"][:1]
     run = new_run(cli, tmp_path / "one", arrays, "--ood", "far")
-    assert cli("fit-laplace", run, "--prior-precision", 3).code == 0
+    cli("fit-laplace", run, "--prior-precision", 3).expect(0)
     assert check_every_integrator(cli, run, "laplace") == 8
 
 
 def test_labels_of_which_an_example_has_several(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "labels", label_arrays(), "--task", "multilabel", "--ood", "far")
-    assert cli("fit-laplace", run, "--prior-precision", 3, "--structure", "diag").code == 0
+    cli("fit-laplace", run, "--prior-precision", 3, "--structure", "diag").expect(0)
     assert check_every_integrator(cli, run, "laplace") == 7
 
 
@@ -108,15 +108,14 @@ def test_fewer_examples_than_features(cli: Cli, tmp_path: Path) -> None:
     arrays = make_arrays(num_features=30)
     few = {name: part[:12] if name.endswith("train") else part for name, part in arrays.items()}
     run = new_run(cli, tmp_path / "wide", few, "--ood", "far")
-    assert cli("fit-laplace", run, "--prior-precision", 4).code == 0
+    cli("fit-laplace", run, "--prior-precision", 4).expect(0)
     assert "row_space_rank" in read_header(folder_of(run) / "posteriors" / "laplace.safetensors").meta
     assert check_every_integrator(cli, run, "laplace") == 6
 
 
 @pytest.mark.long
 def test_a_program_takes_batches_of_any_size(cli: Cli, small_run: Path) -> None:
-    done = cli("export", small_run, "--posterior", "laplace", "--format", "pt2", "--head-only", *WHOLE)
-    assert done.code == 0
+    cli("export", small_run, "--posterior", "laplace", "--format", "pt2", "--head-only", *WHOLE).expect(0)
     program = torch.export.load(folder_of(small_run) / "exports" / "laplace.mc.pt2").module()
     features = features_of(small_run, "test")
     assert_as_predicted(program(features), predicted(small_run, "laplace.mc"))
@@ -129,14 +128,14 @@ def test_a_program_takes_batches_of_any_size(cli: Cli, small_run: Path) -> None:
 @pytest.mark.long
 def test_the_file_of_tensors_needs_no_bnncli(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     words = ("--posterior", "laplace", "--integrator", "bridge", "--out", tmp_path / "head.safetensors")
-    assert cli("export", small_run, *words, *TORCH).code == 0
+    cli("export", small_run, *words, *TORCH).expect(0)
     np.save(tmp_path / "x.npy", features_of(small_run, "test").numpy())
     lines = "import sys; sys.modules['bnncli'] = None; import numpy, torch; from head import load"
     lines += "; out = load('head.safetensors')(torch.from_numpy(numpy.load('x.npy')))"
     lines += "; numpy.savez('out.npz', **{name: value.numpy() for name, value in out.items()})"
     subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True, env={"PYTHONPATH": ""})
     with np.load(tmp_path / "out.npz") as out:
-        assert cli("predict", small_run, *words[:4], "--split", "test").code == 0
+        cli("predict", small_run, *words[:4], "--split", "test").expect(0)
         combined = predicted(small_run, "laplace.bridge").combined
         assert combined is not None
         np.testing.assert_allclose(out["ood_score"], -np.asarray(combined), atol=1e-3)
@@ -168,9 +167,9 @@ def checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     torch.save(space["make"]().state_dict(), "ckpt.pt")
     splits = [word for name in ("train", "val", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
     words = ("--model", "net.py:make", "--mean", "0.4,0.5,0.6", "--std", "0.2,0.3,0.4", *splits)
-    assert cli("extract-features", "ckpt.pt", *words).code == 0
-    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", "3", "--structure", "kron").code == 0
-    assert cli("predict", "ckpt.pt", "--integrator", "probit", "--split", "test", "--posterior", "laplace").code == 0
+    cli("extract-features", "ckpt.pt", *words).expect(0)
+    cli("fit-laplace", "ckpt.pt", "--prior-precision", "3", "--structure", "kron").expect(0)
+    cli("predict", "ckpt.pt", "--integrator", "probit", "--split", "test", "--posterior", "laplace").expect(0)
     return tmp_path / "ckpt.pt"
 
 
@@ -179,8 +178,7 @@ ASKED = ("export", "ckpt.pt", "--posterior", "laplace", "--integrator", "probit"
 
 @pytest.mark.long
 def test_a_whole_network_takes_the_images_as_they_are_stored(cli: Cli, checkpoint: Path) -> None:
-    done = cli(*ASKED, "--trust-code", "--json")
-    assert done.code == 0, done.stderr
+    done = cli(*ASKED, "--trust-code", "--json").expect(0)
     path = folder_of(checkpoint) / "exports" / "laplace.probit.pt2"
     program = torch.export.load(path).module()
     with np.load("test.npz") as arrays:
@@ -217,10 +215,9 @@ def test_a_head_that_is_a_convolution_and_images_that_are_resized_outside(
     images = random.integers(0, 256, (60, 12, 10), dtype=np.uint8)
     np.savez("data.npz", x=images, y=random.integers(0, 3, 60))
     data = ("--data", "train=npz:data.npz", "--hold-out", "val=train:20")
-    assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *data, *sized).code == 0
-    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", "1").code == 0
-    done = cli(*ASKED, "--trust-code", "--json")
-    assert done.code == 0, done.stderr
+    cli("extract-features", "ckpt.pt", "--model", "net.py:make", *data, *sized).expect(0)
+    cli("fit-laplace", "ckpt.pt", "--prior-precision", "1").expect(0)
+    done = cli(*ASKED, "--trust-code", "--json").expect(0)
     program = torch.export.load(done.json["outputs"][0]["path"]).module()
     shape, dtype = ((1, 6, 6), torch.float32) if sized else ((12, 10), torch.uint8)
     meta = read_header(Path(done.json["outputs"][0]["path"])).meta
@@ -246,11 +243,10 @@ def test_several_inputs_keep_their_names_and_texts_may_have_any_length(
     rows = ["text,label", *(f"{text},{row % 3}" for row, text in enumerate(texts))]
     Path("train.csv").write_text("\n".join(rows))
     data = ("--model", "words:weights.safetensors", "--data", "train=csv:train.csv")
-    assert cli("extract-features", "ckpt", *data).code == 0
-    assert cli("fit-laplace", "ckpt", "--prior-precision", "1").code == 0
-    assert cli("predict", "ckpt", "--posterior", "laplace", "--integrator", "probit", "--split", "train").code == 0
-    done = cli("export", "ckpt", *ASKED[2:], "--trust-code", "--dtype", dtype)
-    assert done.code == 0, done.stderr
+    cli("extract-features", "ckpt", *data).expect(0)
+    cli("fit-laplace", "ckpt", "--prior-precision", "1").expect(0)
+    cli("predict", "ckpt", "--posterior", "laplace", "--integrator", "probit", "--split", "train").expect(0)
+    cli("export", "ckpt", *ASKED[2:], "--trust-code", "--dtype", dtype).expect(0)
     path = folder_of(tmp_path / "ckpt") / "exports" / "laplace.probit.pt2"
     program = torch.export.load(path).module()
     longer = {name: torch.from_numpy(array) for name, array in WordLengths(9)(texts).inputs.items()}
@@ -264,19 +260,16 @@ def test_several_inputs_keep_their_names_and_texts_may_have_any_length(
 
 
 def test_code_of_the_network_is_not_run_without_trust(cli: Cli, checkpoint: Path) -> None:
-    done = cli(*ASKED)
-    assert done.code == 77
-    assert "--trust-code" in done.stderr
-    assert cli(*ASKED, "--head-only").code == 0
-    assert cli(*ASKED, "--head-only", "--trust-code").code == 2
+    cli(*ASKED).expect(77, "--trust-code")
+    cli(*ASKED, "--head-only").expect(0)
+    cli(*ASKED, "--head-only", "--trust-code").expect(2)
 
 
 @pytest.mark.long
 def test_numbers_stored_as_float16_take_half_the_place(cli: Cli, checkpoint: Path) -> None:
     sizes, errors = {}, {}
     for dtype in ("float32", "float16"):
-        done = cli(*ASKED, "--trust-code", "--dtype", dtype, "--name", dtype, "--json")
-        assert done.code == 0, done.stderr
+        done = cli(*ASKED, "--trust-code", "--dtype", dtype, "--name", dtype, "--json").expect(0)
         archive = torch.export.load(folder_of(checkpoint) / "exports" / f"{dtype}.pt2")
         sizes[dtype] = sum(tensor.nbytes for tensor in archive.state_dict.values())
         errors[dtype] = done.json["metrics"]["parity"]["max_difference"]["torch"]
@@ -285,9 +278,7 @@ def test_numbers_stored_as_float16_take_half_the_place(cli: Cli, checkpoint: Pat
 
 
 def test_a_run_without_a_network_has_its_head_alone(cli: Cli, small_run: Path) -> None:
-    done = cli("export", small_run, "--posterior", "laplace", "--format", "pt2")
-    assert done.code == 66
-    assert "--head-only" in done.stderr
+    cli("export", small_run, "--posterior", "laplace", "--format", "pt2").expect(66, "--head-only")
 
 
 def test_fewer_draws_are_stored_and_what_they_lose_is_said(cli: Cli, small_run: Path) -> None:
@@ -307,7 +298,7 @@ def test_fewer_draws_are_stored_and_what_they_lose_is_said(cli: Cli, small_run: 
 
 def test_the_file_says_what_it_is(cli: Cli, small_run: Path) -> None:
     words = ("export", small_run, "--posterior", "laplace", "--integrator", "probit", *TORCH)
-    assert cli(*words).code == 0
+    cli(*words).expect(0)
     path = folder_of(small_run) / "exports" / "laplace.probit.safetensors"
     header = read_header(path)
     posterior = read_header(folder_of(small_run) / "posteriors" / "laplace.safetensors")
@@ -317,7 +308,7 @@ def test_the_file_says_what_it_is(cli: Cli, small_run: Path) -> None:
     scores = loaded(path)(features_of(small_run, "val"))["ood_score"].numpy()
     for share, threshold in header.meta["thresholds"]["ood_score"]["at_most"].items():
         assert (scores <= np.float32(threshold)).mean() >= float(share) > (scores < np.float32(threshold)).mean()
-    assert cli("verify", path).code == 0
+    cli("verify", path).expect(0)
     assert "laplace.probit.safetensors" in cli("status", small_run).stdout
     assert "export" in cli("inspect", path).stdout
 
@@ -327,32 +318,28 @@ def test_the_same_again_is_up_to_date_and_other_options_are_refused(cli: Cli, sm
     first, again = cli(*words, "--json").json, cli(*words, "--json").json
     assert (first["action"], again["action"]) == ("computed", "up_to_date")
     assert first["outputs"] == again["outputs"]
-    assert cli("status", small_run, "--check").code == 0
+    cli("status", small_run, "--check").expect(0)
     assert again["metrics"]["milliseconds"] is None
-    other = cli(*words, "--score", "entropy")
-    assert other.code == 73
-    assert "score: existing='combined', requested='entropy'" in other.stderr
+    cli(*words, "--score", "entropy").expect(73, "score: existing='combined', requested='entropy'")
     assert cli(*words, "--force", "--json").json["outputs"] == first["outputs"]
     module = folder_of(small_run) / "exports" / "laplace.probit.py"
     module.unlink()
-    assert cli(*words).code == 0
+    cli(*words).expect(0)
     assert module.read_text().startswith('"""Written by bnncli')
 
 
 def test_a_file_is_not_named_as_one_of_another_format(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     words = ("export", small_run, "--posterior", "laplace", "--integrator", "probit", *TORCH)
-    done = cli(*words, "--out", tmp_path / "head.onnx")
-    assert (done.code, "add --format onnx or use another name" in done.stderr) == (2, True)
-    assert cli(*words, "--out", tmp_path / "head.st").code == 0
-    other = cli(*words, "--out", tmp_path / "head.st", "--score", "entropy")
-    assert (other.code, "or another --out to keep both" in other.stderr) == (73, True)
+    cli(*words, "--out", tmp_path / "head.onnx").expect(2, "add --format onnx or use another name")
+    cli(*words, "--out", tmp_path / "head.st").expect(0)
+    cli(*words, "--out", tmp_path / "head.st", "--score", "entropy").expect(73, "or another --out to keep both")
 
 
 @pytest.mark.long
 def test_an_export_of_another_posterior_is_stale(cli: Cli, small_run: Path) -> None:
     words = ("export", small_run, "--posterior", "laplace", "--format", "pt2", "--integrator", "probit", "--head-only")
-    assert cli(*words).code == 0
-    assert cli("fit-laplace", small_run, "--prior-precision", "20", "--force").code == 0
+    cli(*words).expect(0)
+    cli("fit-laplace", small_run, "--prior-precision", "20", "--force").expect(0)
     state = {one["name"]: one["state"] for one in cli("status", small_run, "--json").json["artifacts"]}
     assert state["exports/laplace.probit.pt2"] == "stale"
     assert cli(*words, "--json").json["action"] == "replaced"
@@ -361,11 +348,10 @@ def test_an_export_of_another_posterior_is_stale(cli: Cli, small_run: Path) -> N
 def test_somebody_elses_module_is_not_replaced(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "head.py").write_text("mine = 1\n")
     words = ("--posterior", "laplace", "--integrator", "probit", *TORCH, "--out", tmp_path / "head.safetensors")
-    done = cli("export", small_run, *words)
-    assert done.code == 73
+    cli("export", small_run, *words).expect(73)
     assert (tmp_path / "head.py").read_text() == "mine = 1\n"
     assert not (tmp_path / "head.safetensors").exists()
-    assert cli("export", small_run, *words[:-1], tmp_path / "head.py").code == 2
+    cli("export", small_run, *words[:-1], tmp_path / "head.py").expect(2)
 
 
 @pytest.mark.long
@@ -378,12 +364,12 @@ def test_a_file_that_is_not_at_par_is_not_written(cli: Cli, small_run: Path, mon
     done = cli(*words, "--json")
     assert (done.code, done.json["error"]["code"]) == (70, "not_at_par")
     assert not (folder_of(small_run) / "exports").exists() or not [*(folder_of(small_run) / "exports").glob("*.pt2")]
-    assert cli(*words, "--tolerance", "0.1").code == 0
+    cli(*words, "--tolerance", "0.1").expect(0)
 
 
 def test_posteriors_over_other_layers_are_refused(cli: Cli, checkpoint: Path) -> None:
     fit = ("fit-laplace", "ckpt.pt", "--layers", "all", "--structure", "diag", "--prior-precision", "3", "--trust-code")
-    assert cli(*fit).code == 0
+    cli(*fit).expect(0)
     done = cli("export", "ckpt.pt", "--posterior", "laplace-all", "--head-only", "--format", "pt2", "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "unsupported_export")
 
@@ -391,18 +377,15 @@ def test_posteriors_over_other_layers_are_refused(cli: Cli, checkpoint: Path) ->
 def test_hidden_layers_of_a_posterior_are_refused(cli: Cli, small_run: Path) -> None:
     assert cli("fit-lbbnn", small_run, "--epochs", 1, "--hidden", "3", "--name", "deep").code in (0, 2)
     if (folder_of(small_run) / "posteriors" / "deep.safetensors").exists():
-        done = cli("export", small_run, "--posterior", "deep", *TORCH)
-        assert (done.code, "its own hidden layers" in done.stderr) == (2, True)
+        cli("export", small_run, "--posterior", "deep", *TORCH).expect(2, "its own hidden layers")
 
 
 def test_without_a_name_it_is_what_auto_recommends(cli: Cli, small_run: Path) -> None:
-    done = cli("export", small_run, *TORCH)
-    assert done.code == 2
-    assert "--posterior (have: map, laplace, refine, hmc)" in done.stderr
-    assert cli("auto", small_run).code == 0
+    cli("export", small_run, *TORCH).expect(2, "--posterior (have: map, laplace, refine, hmc)")
+    cli("auto", small_run).expect(0)
     rows = json.loads((folder_of(small_run) / "recommended.json").read_text())["rows"]
     best = next(row for row in rows if row["is_recommended"])
-    assert cli("export", small_run, *TORCH).code == 0
+    cli("export", small_run, *TORCH).expect(0)
     found = [path.stem for path in (folder_of(small_run) / "exports").glob("*.safetensors")]
     assert found == [f"{best['posterior']}.{best['integrator']}"]
 
@@ -410,16 +393,7 @@ def test_without_a_name_it_is_what_auto_recommends(cli: Cli, small_run: Path) ->
 def test_a_run_without_val_is_judged_on_another_labelled_split(cli: Cli, tmp_path: Path) -> None:
     arrays = {name: part for name, part in make_arrays().items() if not name.endswith("val")}
     run = new_run(cli, tmp_path / "noval", arrays, "--ood", "far")
-    done = cli("export", run, "--posterior", "map", *TORCH, "--json")
-    assert done.json["metrics"]["parity"]["split"] == "test"
-
-
-def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for most in (20.0, 0.0):
-        monkeypatch.setattr(measures, "_MOST_SECONDS", most)
-        done = cli("export", small_run, "--posterior", "map", *TORCH, "--json", "--force")
-        times = done.json["metrics"]["milliseconds"]["torch"]
-        assert [size for size, one in times.items() if one] == (["1", "32", "1024"] if most else ["1"])
+    assert cli("export", run, "--posterior", "map", *TORCH, "--json").json["metrics"]["parity"]["split"] == "test"
 
 
 @pytest.mark.parametrize(
@@ -428,11 +402,9 @@ def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, mon
 )
 def test_sets_of_a_rule_of_calibrate_are_in_the_file(cli: Cli, small_run: Path, sets: tuple[str, ...]) -> None:
     asked = ("--posterior", "laplace", "--integrator", "probit")
-    assert cli("predict", small_run, *asked).code == 0
-    fit = cli("calibrate", small_run, *asked, "--split", "test", "--coverage", "0.9", "--sets", *sets)
-    assert fit.code == 0, fit.stderr
-    done = cli("export", small_run, *asked, *TORCH, "--decide", "sets", "--json")
-    assert done.code == 0, done.stderr
+    cli("predict", small_run, *asked).expect(0)
+    cli("calibrate", small_run, *asked, "--split", "test", "--coverage", "0.9", "--sets", *sets).expect(0)
+    done = cli("export", small_run, *asked, *TORCH, "--decide", "sets", "--json").expect(0)
     assert done.json["metrics"]["sets"]["same"] >= 0.98
     found = loaded(folder_of(small_run) / "exports" / "laplace.probit.safetensors")(features_of(small_run, "test"))
     rule = read_decision(folder_of(small_run) / "decisions" / "laplace.probit" / "sets.safetensors").rule
@@ -446,33 +418,32 @@ def test_sets_of_a_rule_of_calibrate_are_in_the_file(cli: Cli, small_run: Path, 
 
 def test_rules_that_a_file_cannot_have_are_refused(cli: Cli, small_run: Path) -> None:
     asked = ("--posterior", "laplace", "--integrator", "probit")
-    assert cli("predict", small_run, *asked).code == 0
+    cli("predict", small_run, *asked).expect(0)
     calibrate = ("calibrate", small_run, *asked, "--split", "test")
-    assert cli(*calibrate, "--sets", "aps", "--coverage", "0.7", "--name", "drawn").code == 0
-    assert cli(*calibrate, "--false-alarm", "0.1").code == 0
+    cli(*calibrate, "--sets", "aps", "--coverage", "0.7", "--name", "drawn").expect(0)
+    cli(*calibrate, "--false-alarm", "0.1").expect(0)
     words = ("export", small_run, *asked, *TORCH, "--decide")
     assert "draws a random number for each example" in cli(*words, "drawn").stderr
     assert (
         "uses combined, but ood_score is entropy; add --score combined"
         in cli(*words, "ood", "--score", "entropy").stderr
     )
-    assert cli(*calibrate, "--shift-level", "0.1").code == 0
+    cli(*calibrate, "--shift-level", "0.1").expect(0)
     assert "whole batches" in cli(*words, "shift").stderr
     for name in ("one", "two"):
-        assert cli(*calibrate, "--sets", "lac", "--coverage", "0.7", "--name", name).code == 0
+        cli(*calibrate, "--sets", "lac", "--coverage", "0.7", "--name", name).expect(0)
     assert "but one and two each give a set" in cli(*words, "one", "--decide", "two").stderr
-    assert cli(*words, "absent").code == 66
+    cli(*words, "absent").expect(66)
 
 
 def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(cli: Cli, small_run: Path) -> None:
     asked = ("--posterior", "laplace", "--integrator", "probit")
-    assert cli("predict", small_run, *asked).code == 0
+    cli("predict", small_run, *asked).expect(0)
     rules = ("--sets", "lac", "--coverage", "0.8", "--false-alarm", "0.2", "--risk", "0.6", "--confidence", "0.8")
     fit = cli("calibrate", small_run, *asked, "--split", "test", *rules)
     assert fit.code in (0, 3), fit.stderr
     decided = [word for name in ("sets", "ood", "risk") for word in ("--decide", name)]
-    done = cli("export", small_run, *asked, *TORCH, *decided)
-    assert done.code == 0, done.stderr
+    done = cli("export", small_run, *asked, *TORCH, *decided).expect(0)
     path = folder_of(small_run) / "exports" / "laplace.probit.safetensors"
     about, found = read_header(path).meta["decisions"], loaded(path)(features_of(small_run, "val"))
     content = predicted(small_run, "laplace.probit", "val")
@@ -491,3 +462,11 @@ def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(cli: 
     assert (is_accepted == accepted.accepts(probs.max(axis=1))).mean() >= 0.98
     assert (about["ood"]["false_alarm"], about["risk"]["risk"], about["sets"]["coverage"]) == (0.2, 0.6, 0.8)
     assert "marks an outlier, with 20.0% false alarms" in done.stderr
+
+
+def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for most in (20.0, 0.0):
+        monkeypatch.setattr(measures, "_MOST_SECONDS", most)
+        done = cli("export", small_run, "--posterior", "map", *TORCH, "--json", "--force")
+        times = done.json["metrics"]["milliseconds"]["torch"]
+        assert [size for size, one in times.items() if one] == (["1", "32", "1024"] if most else ["1"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli
+from problems.own_networks import CODE, extract_own
 
 import bnncli
 from bnncli.artifacts.features import read_features
@@ -24,30 +25,21 @@ from bnncli.system import signals
 
 LINEAR = "nn.Linear(3, 2)"
 TANH = "nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)"
-CODE = "from torch import nn\n\ndef make():\n    return nn.Sequential({})\n"
 HMC = ("hmc", "ckpt.pt", "--layers", "all", "--trust-code", "--chains", 4, "--warmup", 6, "--draws", 16)
 Make = Callable[[str, int], None]
 
 
 @pytest.fixture
-def make_run(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """make_run(layers, inputs): features of a network by the user's own code; the test works beside them."""
     monkeypatch.chdir(tmp_path)
 
     def make(layers: str, size: int) -> None:
-        Path("net.py").write_text(CODE.format(layers))
-        rng = np.random.default_rng(0)
+        rng, splits = np.random.default_rng(0), {}
         for name, count in (("train", 40), ("val", 20), ("test", 10)):
             x = rng.normal(size=(count, size)).astype(np.float32)
-            y = (x[:, 0] + 0.7 * rng.normal(size=count) > 0).astype(np.int64)
-            np.savez(f"{name}.npz", x=x, y=y)
-        space: dict[str, Any] = {}
-        exec(CODE.format(layers), space)
-        torch.manual_seed(0)
-        network = space["make"]()
-        torch.save({name: 0.1 * value for name, value in network.state_dict().items()}, "ckpt.pt")
-        splits = [word for name in ("train", "val", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
-        assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *splits).code == 0
+            splits[name] = (x, (x[:, 0] + 0.7 * rng.normal(size=count) > 0).astype(np.int64))
+        extract_own(CODE.format(layers), splits, scale=0.1)
 
     return make
 
@@ -73,8 +65,7 @@ def test_chains_in_two_modes_of_the_same_network_agree_by_their_predictions(cli:
         "--warmup",
         24,
     )
-    done = cli(*words, "--draws", 80, "--max-rhat", 1.05, "--json")
-    assert done.code == 0, done.stderr
+    done = cli(*words, "--draws", 80, "--max-rhat", 1.05, "--json").expect(0)
     assert read_header(Path("ckpt.pt.bnn/posteriors/hmc-all.nc")).meta["whitening"] == "kron"  # without a base
     metrics = done.json["metrics"]
     assert metrics["judged_by"] == "heldout"
@@ -90,15 +81,14 @@ def test_chains_in_two_modes_of_the_same_network_agree_by_their_predictions(cli:
 
 def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_run: Make) -> None:
     make_run(f"nn.Linear(2, 3), nn.ReLU(), {LINEAR}", 2)
-    assert cli("fit-laplace", "ckpt.pt", "--layers", "all", "--trust-code", "--prior-precision", 2).code == 0
-    done = cli(*HMC, "--json")
-    assert done.code == 0
+    cli("fit-laplace", "ckpt.pt", "--layers", "all", "--trust-code", "--prior-precision", 2).expect(0)
+    cli(*HMC, "--json").expect(0)
     path = Path("ckpt.pt.bnn/posteriors/hmc-all.nc")
     header = read_header(path)
     assert (header.meta["layers"], header.meta["prior_precision"], header.meta["whitening"]) == ("all", 2.0, "full")
     assert [part["name"] for part in header.meta["param_layout"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert "up to date" in cli(*(word for word in HMC if word != "--trust-code")).stderr  # which runs no code
-    assert cli("predict", "ckpt.pt", "--posterior", "hmc-all", "--split", "test", "--trust-code").code == 0
+    cli("predict", "ckpt.pt", "--posterior", "hmc-all", "--split", "test", "--trust-code").expect(0)
     stored = read_predictions(Path("ckpt.pt.bnn/predictions/hmc-all.mc/test.h5"))
     with np.load("test.npz") as arrays:
         x = arrays["x"].astype(np.float64)
@@ -111,13 +101,11 @@ def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_
     np.testing.assert_allclose(stored.probs, expected, atol=1e-5)
     np.testing.assert_allclose(stored.max_logit, mean_logits.max(axis=1), atol=1e-5)  # not those of a mean network
     np.testing.assert_allclose(stored.energy, -np.log(np.exp(mean_logits).sum(axis=1)), atol=1e-5)
-    between = cli("predict", "ckpt.pt", "--posterior", "hmc-all", "--integrator", "plug-in", "--trust-code")
-    assert (between.code, "several modes, and their mean is not a useful network" in between.stderr) == (2, True)
-    assert "integrators for a samples posterior: mc" in between.stderr
-    scaled = cli("fit-temperature", "ckpt.pt", "--base", "hmc-all", "--name", "scaled")
-    assert (scaled.code, "--base: hmc-all is over --layers all, but a temperature divides" in scaled.stderr) == (
-        2,
-        True,
+    cli("predict", "ckpt.pt", "--posterior", "hmc-all", "--integrator", "plug-in", "--trust-code").expect(
+        2, "several modes, and their mean is not a useful network", "integrators for a samples posterior: mc"
+    )
+    cli("fit-temperature", "ckpt.pt", "--base", "hmc-all", "--name", "scaled").expect(
+        2, "--base: hmc-all is over --layers all, but a temperature divides"
     )
     judged = cli("diagnose", "ckpt.pt", "--layers", "all", "--draws", 16, "--trust-code", "--json").json["verdict"]
     longer = "bnncli hmc ckpt.pt --layers all --base laplace-all --trust-code --warmup 12 --draws 32 --force"
@@ -128,11 +116,10 @@ def test_the_distance_of_few_stored_draws_is_told_by_those_there_are(cli: Cli, m
     make_run(LINEAR, 3)
     layers = ("ckpt.pt", "--layers", "all", "--trust-code")
     chains = ("--chains", 2, "--warmup", 2, "--draws", 4)
-    assert cli("hmc", *layers, *chains, "--prior-precision", 2).code == 0
-    assert cli("fit-laplace", *layers, "--prior-precision", 2, "--draws", 6, "--name", "drawn").code == 0
-    assert cli("predict", *layers, "--posterior", "drawn", "--split", "test").code == 0
-    done = cli("evaluate", "ckpt.pt", "--split", "test", "--posterior", "drawn", "--json")
-    assert done.code == 0, done.stderr
+    cli("hmc", *layers, *chains, "--prior-precision", 2).expect(0)
+    cli("fit-laplace", *layers, "--prior-precision", 2, "--draws", 6, "--name", "drawn").expect(0)
+    cli("predict", *layers, "--posterior", "drawn", "--split", "test").expect(0)
+    done = cli("evaluate", "ckpt.pt", "--split", "test", "--posterior", "drawn", "--json").expect(0)
     found = {row["name"]: row for row in done.json["rows"][0]["metrics"]}["mmd2"]
     assert (found["reference"], found["n"], found["value"] is None) == ("hmc-all", [6, 8], False)
 
@@ -143,8 +130,8 @@ def test_distances_are_to_draws_over_the_same_layers(cli: Cli, make_run: Make) -
     short = ("hmc", "ckpt.pt", "--chains", 2, "--warmup", 2, "--draws", 4, "--prior-precision", 2)
     layers = ("--layers", "0", "--trust-code")
     for words in (short, (*short, *layers), (*short, *layers, "--name", "other", "--seed", 1)):
-        assert cli(*words).code == 0
-    assert cli("predict", "ckpt.pt", "--split", "test", "--trust-code").code == 0
+        cli(*words).expect(0)
+    cli("predict", "ckpt.pt", "--split", "test", "--trust-code").expect(0)
     words = ("evaluate", "ckpt.pt", "--split", "test", "--assert", "mmd2<=9")
     rows = {row["posterior"]: row["metrics"] for row in cli(*words, "--json").json["rows"]}
     found = {name: next(one for one in metrics if one["name"] == "mmd2") for name, metrics in rows.items()}
@@ -152,16 +139,14 @@ def test_distances_are_to_draws_over_the_same_layers(cli: Cli, make_run: Make) -
         "map": "hmc", "hmc": "hmc", "hmc-0": "hmc-0", "other": "hmc-0"
     }  # fmt: skip
     assert [name for name, one in found.items() if one["value"] is None] == ["hmc", "hmc-0"]  # none to themselves
-    assert cli(*words, "--layers", "0").code == 0
+    cli(*words, "--layers", "0").expect(0)
     named = cli("evaluate", "ckpt.pt", "--reference", "other", "--posterior", "map", "--force", "--json")
     told = {metric.get("undefined") for metric in named.json["rows"][0]["metrics"] if metric["name"] == "mmd2"}
     assert told == {"the draws of other are over other layers"}
 
 
 @pytest.mark.long
-def test_an_interrupted_run_over_a_network_continues_to_the_same_bits(
-    cli: Cli, make_run: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_network_run_continues_exactly(cli: Cli, make_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(TANH, 1)
     words = (*HMC, "--prior-precision", 1, "--until", "ess>=100", "--json")
     whole = cli(*words, "--name", "whole")
@@ -175,7 +160,7 @@ def test_an_interrupted_run_over_a_network_continues_to_the_same_bits(
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(ResumableDraws, "offer", stop)
-    assert cli(*words, "--name", "cut").code == 128 + signal.SIGTERM
+    cli(*words, "--name", "cut").expect(128 + signal.SIGTERM)
     signals.forget_received()
     again = cli(*words, "--name", "cut", "--resume")
     assert "resuming after 26 transitions" in again.stderr
@@ -194,34 +179,28 @@ def test_without_labels_to_judge_by_the_training_labels_do(cli: Cli, make_run: M
 
 def test_requests_over_networks_that_cannot_be_are_told(cli: Cli, make_run: Make) -> None:
     make_run(TANH, 1)
-    missing = cli(*HMC)
-    assert (missing.code, "fit-laplace ckpt.pt --layers all --trust-code" in missing.stderr) == (66, True)
-    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", 2).code == 0
-    other = cli(*HMC, "--base", "laplace")
-    assert (other.code, "--base laplace is over --layers last, but got --layers all" in other.stderr) == (2, True)
-    coarse = cli(*HMC, "--prior-precision", 1, "--gradients", "tf32")
-    assert (coarse.code, "--gradients is for the last layer" in coarse.stderr) == (2, True)
-    both = cli(*HMC, "--prior-precision", 1, "--base", "laplace")
-    assert (both.code, "give only one of --prior-precision and --base" in both.stderr) == (2, True)
+    cli(*HMC).expect(66, "fit-laplace ckpt.pt --layers all --trust-code")
+    cli("fit-laplace", "ckpt.pt", "--prior-precision", 2).expect(0)
+    cli(*HMC, "--base", "laplace").expect(2, "--base laplace is over --layers last, but got --layers all")
+    cli(*HMC, "--prior-precision", 1, "--gradients", "tf32").expect(2, "--gradients is for the last layer")
+    cli(*HMC, "--prior-precision", 1, "--base", "laplace").expect(2, "give only one of --prior-precision and --base")
 
 
 def test_chains_of_networks_are_merged_and_judged_by_predictions(cli: Cli, make_run: Make) -> None:
     make_run(LINEAR, 3)
     for seed in (1, 2):
-        assert cli(*HMC, "--prior-precision", 2, "--seed", seed, "--name", f"hmc-{seed}").code == 0
+        cli(*HMC, "--prior-precision", 2, "--seed", seed, "--name", f"hmc-{seed}").expect(0)
     words = ("merge", "ckpt.pt", "--posterior", "hmc-1", "--posterior", "hmc-2", "--trust-code")
-    assert cli(*words[:-1]).code == 77  # predictions are by the network, which is code
-    done = cli(*words, "--json")
-    assert done.code == 0, done.stderr
-    metrics = done.json["metrics"]
+    cli(*words[:-1]).expect(77)
+    metrics = cli(*words, "--json").expect(0).json["metrics"]
     assert (metrics["chains"], metrics["judged_by"]) == (8, "heldout")
     assert torch.equal(draws_of("merged"), torch.cat([draws_of("hmc-1"), draws_of("hmc-2")]))
-    assert cli("predict", "ckpt.pt", "--posterior", "merged", "--split", "test", "--trust-code").code == 0
-    last = cli("fit-laplace", "ckpt.pt", "--prior-precision", 2)
-    assert last.code == 0
-    assert cli("hmc", "ckpt.pt", "--chains", 4, "--warmup", 6, "--draws", 16, "--name", "last", "--seed", 3).code == 0
-    apart = cli("merge", "ckpt.pt", "--posterior", "hmc-1", "--posterior", "last")
-    assert (apart.code, "has layers last, but it is all in" in apart.stderr) == (65, True)
+    cli("predict", "ckpt.pt", "--posterior", "merged", "--split", "test", "--trust-code").expect(0)
+    cli("fit-laplace", "ckpt.pt", "--prior-precision", 2).expect(0)
+    cli("hmc", "ckpt.pt", "--chains", 4, "--warmup", 6, "--draws", 16, "--name", "last", "--seed", 3).expect(0)
+    cli("merge", "ckpt.pt", "--posterior", "hmc-1", "--posterior", "last").expect(
+        65, "has layers last, but it is all in"
+    )
 
 
 NETWORK = """
@@ -270,9 +249,7 @@ def extraction(returned: str, *more: str) -> list[str]:
 
 
 def test_what_was_undone_is_said_and_recorded_and_the_opened_run_does_it_again(cli: Cli, images: np.ndarray) -> None:
-    done = cli(*extraction("log-probabilities"))
-    assert done.code == 0
-    assert "head: the network returns log-probabilities (a log-softmax)" in done.stderr
+    cli(*extraction("log-probabilities")).expect(0, "head: the network returns log-probabilities (a log-softmax)")
     path = Path("ckpt.pt.bnn/features/train.h5")
     header = read_header(path)
     assert (header.meta["layer"], len(header.meta["head_notes"])) == ("head", 3)
@@ -284,31 +261,30 @@ def test_what_was_undone_is_said_and_recorded_and_the_opened_run_does_it_again(c
 def test_an_output_is_chosen_by_name_and_splits_share_it(cli: Cli, images: np.ndarray) -> None:
     error = cli(*extraction("two"), "--json").json["error"]
     assert (error["code"], error["hint"]) == ("not_the_head", "choose one with --last-layer NAME")
-    assert cli(*extraction("two", "--output", "other")).code == 0
+    cli(*extraction("two", "--output", "other")).expect(0)
     path = Path("ckpt.pt.bnn/features/train.h5")
     assert read_header(path).provenance["params"]["output"] == "other"
     assert "head_notes" not in read_header(path).meta
-    refused = cli(*extraction("two", "--output", "main"))
-    assert (refused.code, "output: existing='other', requested='main'" in refused.stderr) == (73, True)
+    cli(*extraction("two", "--output", "main")).expect(73, "output: existing='other', requested='main'")
     run = bnncli.open("ckpt.pt", model="net.py:make")
     np.testing.assert_array_equal(run.features(images[7:9]), read_features(path).features[7:9])
 
 
 def test_an_output_that_is_not_linear_is_refused_with_what_stands_before_it(cli: Cli, images: np.ndarray) -> None:
-    done = cli(*extraction("relu"), "--json")
-    assert done.code == 65
+    done = cli(*extraction("relu"), "--json").expect(65)
     assert "computed from 'head' by mean, batch_norm, relu" in done.json["error"]["message"]
     assert "--last-layer identity puts" in done.json["error"]["hint"]
 
 
 def test_an_identity_layer_on_such_an_output_is_a_head_like_any_other(cli: Cli, images: np.ndarray) -> None:
-    done = cli(*extraction("relu", "--last-layer", "identity"))
-    assert (done.code, "identity: the head is an identity layer on the network's logits" in done.stderr) == (0, True)
+    cli(*extraction("relu", "--last-layer", "identity")).expect(
+        0, "identity: the head is an identity layer on the network's logits"
+    )
     path = Path("ckpt.pt.bnn/features/train.h5")
     run = bnncli.open("ckpt.pt", model="net.py:make")
     np.testing.assert_array_equal(run.features(images), read_features(path).features)
     assert read_features(path).head_notes == tuple(read_header(path).meta["head_notes"])
-    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", "1").code == 0
+    cli("fit-laplace", "ckpt.pt", "--prior-precision", "1").expect(0)
     answer = run.predict(images[:2], posterior="laplace", integrator="plug-in", allow_stale=True)
     assert answer.probs.shape == (2, 3)
 
@@ -318,17 +294,13 @@ def test_the_opened_run_takes_the_same_state_and_the_same_output(cli: Cli, image
     averaged = {name: tensor / 2 for name, tensor in state.items()}
     torch.save({"state_dict": state, "ema": averaged}, "ckpt.pt")
     words = ("--last-layer", "identity", "--output", "other", "--state", "ema")
-    assert cli(*extraction("two", *words)).code == 0
+    cli(*extraction("two", *words)).expect(0)
     run = bnncli.open("ckpt.pt", model="net.py:make")
     np.testing.assert_array_equal(run.features(images), read_features(Path("ckpt.pt.bnn/features/train.h5")).features)
 
 
 @pytest.mark.parametrize("option", ["--last-layer", "--output"])
 def test_inputs_that_are_the_features_have_no_head_to_choose(cli: Cli, images: np.ndarray, option: str) -> None:
-    done = cli("extract-features", "run", "--model", "flatten", "--data", "train=npz:train.npz", option, "identity")
-    assert (done.code, f"{option} needs a network" in done.stderr) == (2, True)
-
-
-def test_ready_features_have_no_output_to_choose(cli: Cli, images: np.ndarray) -> None:
-    done = cli("extract-features", "run", "--from-npz", "train.npz", "--output", "main")
-    assert (done.code, "--output needs a network" in done.stderr) == (2, True)
+    cli("extract-features", "run", "--model", "flatten", "--data", "train=npz:train.npz", option, "identity").expect(
+        2, f"{option} needs a network"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -128,7 +127,7 @@ def test_draws_are_new_in_every_row(cli: Cli, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("bnncli.commands.integrals.draw", keep)
     # So wide that only the signs of the draws count: the same draws would err alike in both rows.
     words = ("--integrator", "mc", "--max-sd", 1e6, "--grid-size", 2, "--plot", tmp_path / "e.png")
-    assert cli("integrals", *words).code == 0
+    cli("integrals", *words).expect(0)
     (errors,) = [panel.errors for panel in shown if panel.names[0] == "mc"]
     assert errors.shape == (2, 3)
     assert not np.allclose(errors[0], errors[1], atol=1e-3)
@@ -209,8 +208,7 @@ def test_plot_makes_a_picture_and_spares_foreign_files(cli: Cli, tmp_path: Path)
     path.write_bytes(b"a photograph")
     words = ("integrals", "--grid-size", 5, "--integrator", "mc", "--plot", path)
     assert (cli(*words).code, path.read_bytes()) == (73, b"a photograph")
-    done = cli(*words, "--force", "--json")
-    assert [output["path"] for output in done.json["outputs"]] == [str(path)]
+    assert [output["path"] for output in cli(*words, "--force", "--json").json["outputs"]] == [str(path)]
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("L"))
     assert pixels.shape[1] > 600
@@ -231,16 +229,3 @@ def test_the_map_shows_the_errors_where_they_are() -> None:
     assert not second.lines
     assert first.get_title().startswith("one = two\nlargest 0.1")
     assert bar.get_ylabel() == "absolute error of the probability"
-
-
-def test_the_document_is_plain_json(cli: Cli) -> None:
-    document = cli("integrals", "--grid-size", 3, "--json").json
-    assert json.loads(json.dumps(document, allow_nan=False)) == document
-    assert (document["command"], document["ok"]) == ("integrals", True)
-
-
-def test_notes_are_about_the_integrators_that_are_shown(cli: Cli) -> None:
-    for words in (["--mean", 1, "--variance", 1], ["--grid-size", 3]):
-        notes = cli("integrals", *words, "--integrator", "probit").stdout
-        assert "draws" not in notes
-        assert "sampling integrators: 100 draws" in cli("integrals", *words, "--integrator", "mc").stdout

@@ -96,32 +96,26 @@ LATER = [
 
 
 @pytest.mark.parametrize(("flag", "kind"), LATER)
-def test_a_split_added_later_is_predicted_and_scored_with_the_others(
-    cli: Cli, folder: Path, flag: str, kind: str
-) -> None:
+def test_later_split_is_predicted_and_scored_with_the_others(cli: Cli, folder: Path, flag: str, kind: str) -> None:
     net = folder / "net.pt"
-    assert cli("extract-features", *words(folder), flag, f"new={new_data(folder, kind)}").code == 0
+    cli("extract-features", *words(folder), flag, f"new={new_data(folder, kind)}").expect(0)
     for command in ("predict", "evaluate", *(("compare", "diagnose") if kind == "flat" else ())):
-        done = cli(command, net, "--json")
-        assert done.code == 0, done.stdout
-        assert not any("skipping" in text for text in done.json["warnings"])
+        assert not any("skipping" in text for text in cli(command, net, "--json").expect(0).json["warnings"])
     content = read_predictions(folder / "net.pt.bnn/predictions/laplace.mc/new.h5")
     assert tuple(content.classes) == NAMES
-    assert cli("status", net, "--check").code == 0
+    cli("status", net, "--check").expect(0)
     assert cli("predict", net, "--json").json["action"] == "up_to_date"
 
 
 def test_a_run_of_numbered_classes_takes_the_names_that_come_later(cli: Cli, folder: Path) -> None:
     shutil.rmtree(folder / "net.pt.bnn")
     net = folder / "net.pt"
-    assert cli("extract-features", *words(folder), "--data", f"aaa={new_data(folder, 'npz with y')}").code == 0
-    assert cli("predict", net).code == 0
+    cli("extract-features", *words(folder), "--data", f"aaa={new_data(folder, 'npz with y')}").expect(0)
+    cli("predict", net).expect(0)
     path = folder / "net.pt.bnn/predictions/map.plug-in/aaa.h5"
     assert read_predictions(path).classes == ["0", "1", "2"]
-    assert cli("extract-features", *words(folder), "--data", f"test=images:{folder}/test").code == 0
-    again = cli("predict", net, "--json")
-    assert again.code == 0
-    assert "classes has changed" in again.stderr
+    cli("extract-features", *words(folder), "--data", f"test=images:{folder}/test").expect(0)
+    cli("predict", net, "--json").expect(0, "classes has changed")
     assert tuple(read_predictions(path).classes) == NAMES
     assert cli("predict", net, "--json").json["action"] == "up_to_date"
 
@@ -132,38 +126,35 @@ def test_other_class_names_are_refused_where_the_split_is_added(cli: Cli, folder
     done = cli("extract-features", *words(folder), "--data", f"new=images:{folder}/other", "--json")
     assert (done.code, done.json["error"]["code"]) == (65, "class_mismatch")
     assert "first differences: ['emu', 'owl']" in done.json["error"]["message"]
-    assert cli("predict", folder / "net.pt").code == 0
+    cli("predict", folder / "net.pt").expect(0)
 
 
 def test_class_names_that_contradict_each_other_in_stored_splits_are_refused(cli: Cli, folder: Path) -> None:
     for place, name in enumerate(("cat", "dog", "emu")):
         draw_images(folder / "other" / name, 2, place)
     elsewhere = ("--run-dir", folder / "elsewhere")
-    assert cli("extract-features", *words(folder), "--data", f"new=images:{folder}/other", *elsewhere).code == 0
+    cli("extract-features", *words(folder), "--data", f"new=images:{folder}/other", *elsewhere).expect(0)
     shutil.copy(folder / "elsewhere/features/new.h5", folder / "net.pt.bnn/features/new.h5")
     done = cli("predict", folder / "net.pt", "--split", "new", "--json")
     assert (done.code, done.json["error"]["code"]) == (65, "class_mismatch")
-    assert cli("predict", folder / "net.pt", "--split", "test").code == 0
+    cli("predict", folder / "net.pt", "--split", "test").expect(0)
 
 
 @pytest.mark.parametrize("has_head", [True, False])
 @pytest.mark.parametrize("is_ood", [True, False])
-def test_features_of_new_data_alone_join_a_run_of_from_npz(
-    cli: Cli, arrays: Arrays, tmp_path: Path, has_head: bool, is_ood: bool
-) -> None:
+def test_new_features_join_a_run(cli: Cli, arrays: Arrays, tmp_path: Path, has_head: bool, is_ood: bool) -> None:
     run = tmp_path / "run"
     np.savez(tmp_path / "a.npz", **{name: part for name, part in arrays.items() if has_head or "head" not in name})
     np.savez(tmp_path / "new.npz", features_new=arrays["features_far"][:40])
-    assert cli("extract-features", run, "--from-npz", tmp_path / "a.npz").code == 0
-    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
+    cli("extract-features", run, "--from-npz", tmp_path / "a.npz").expect(0)
+    cli("fit-laplace", run, "--prior-precision", 1).expect(0)
     more = ("--ood", "new") if is_ood else ()
-    done = cli("extract-features", run, "--from-npz", tmp_path / "new.npz", *more)
-    assert done.code == 0, done.stderr
+    cli("extract-features", run, "--from-npz", tmp_path / "new.npz", *more).expect(0)
     assert cli("predict", run).code == cli("evaluate", run).code == cli("diagnose", run).code == 0
     probs = read_predictions(run.with_name("run.bnn") / "predictions/laplace.mc/new.h5").probs
     far = read_predictions(run.with_name("run.bnn") / "predictions/laplace.mc/far.h5").probs
     np.testing.assert_allclose(probs, far[:40], atol=1e-6)
-    assert cli("status", run, "--check").code == 0
+    cli("status", run, "--check").expect(0)
 
 
 def test_features_that_do_not_fit_the_head_of_the_run_are_refused(cli: Cli, small_run: Path) -> None:
@@ -174,19 +165,7 @@ def test_features_that_do_not_fit_the_head_of_the_run_are_refused(cli: Cli, smal
     assert "features_new has 6 features" in done.json["error"]["message"]
     other = small_run.with_name("other.npz")
     np.savez(other, features_new=np.ones((4, 5), np.float32), head_weight=np.ones((3, 5), np.float32))
-    assert cli("extract-features", small_run, "--from-npz", other).code == 65
-
-
-def test_a_later_split_of_flatten_has_the_classes_of_train(cli: Cli, tmp_path: Path) -> None:
-    run, rows = tmp_path / "run", np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
-    np.savez(tmp_path / "train.npz", x=rows, y=np.arange(40) % 4)
-    np.savez(tmp_path / "new.npz", x=rows[:6])
-    for split in ("train", "new"):
-        spec = f"{split}=npz:{tmp_path}/{split}.npz"
-        assert cli("extract-features", run, "--model", "flatten", "--data", spec).code == 0
-    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
-    assert cli("predict", run).code == 0
-    assert read_predictions(tmp_path / "run.bnn/predictions/laplace.mc/new.h5").probs.shape == (6, 4)
+    cli("extract-features", small_run, "--from-npz", other).expect(65)
 
 
 def write_table(folder: Path, named: tuple[str, ...]) -> str:
@@ -205,8 +184,7 @@ OUTPUTS = ("neutral", "contradiction", "entailment")  # in the order of the netw
 
 def accuracy(cli: Cli, folder: Path, *given: str) -> tuple[float, str]:
     """That of the network on the table, and what was said."""
-    done = cli("extract-features", *words(folder), *given, "--force")
-    assert done.code == 0, done.stderr
+    done = cli("extract-features", *words(folder), *given, "--force").expect(0)
     content = read_features(folder / "net.pt.bnn/features/train.h5")
     assert content.head_weight is not None
     assert content.labels is not None
@@ -215,9 +193,7 @@ def accuracy(cli: Cli, folder: Path, *given: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("form", ["a,b,c", "file"])
-def test_names_are_numbered_in_alphabetical_order_which_is_told_and_can_be_changed(
-    cli: Cli, folder: Path, form: str
-) -> None:
+def test_class_names_are_numbered_alphabetically_unless_given(cli: Cli, folder: Path, form: str) -> None:
     shutil.rmtree(folder / "net.pt.bnn")
     data = ("--data", f"train={write_table(folder, OUTPUTS)}")
     found, said = accuracy(cli, folder, *data)
@@ -229,8 +205,7 @@ def test_names_are_numbered_in_alphabetical_order_which_is_told_and_can_be_chang
     assert found == 1
     assert "in alphabetical order" not in said
     again = ("--data", f"again={data[1][6:]}", "--keep-features", "--table", folder / "t.csv", "--trust-code")
-    done = cli("predict", folder / "net.pt", "--posterior", "map", *again)
-    assert done.code == 0, done.stderr
+    cli("predict", folder / "net.pt", "--posterior", "map", *again).expect(0)
     assert tuple(read_features(folder / "net.pt.bnn/features/again.h5").classes) == OUTPUTS
 
 
@@ -239,17 +214,16 @@ def test_names_are_numbered_in_alphabetical_order_which_is_told_and_can_be_chang
     [("a,b", "expected 3 names, one per output of the network; got 2"), ("a", "at least two"), ("a,b,a", "'a' twice")],
 )
 def test_classes_that_the_network_cannot_have_are_refused(cli: Cli, folder: Path, classes: str, message: str) -> None:
-    done = cli(
+    cli(
         "extract-features", *words(folder), "--data", f"new={new_data(folder, 'npz with y')}", "--classes", classes
-    )
-    assert (done.code, message in done.stderr) == (2, True), done.stderr
+    ).expect(2, message)
 
 
 def test_folders_that_are_numbers_agree_with_labels_that_are_numbers(cli: Cli, folder: Path) -> None:
     shutil.rmtree(folder / "net.pt.bnn")
     draw_images(folder / "numbered" / "2", 4, 0)
     splits = ("--data", f"train={new_data(folder, 'npz with y')}", "--data", f"test=images:{folder}/numbered")
-    assert cli("extract-features", *words(folder), *splits).code == 0
+    cli("extract-features", *words(folder), *splits).expect(0)
     labels = read_features(folder / "net.pt.bnn/features/test.h5").labels
     assert labels is not None
     assert labels.tolist() == [2, 2, 2, 2]
@@ -258,12 +232,12 @@ def test_folders_that_are_numbers_agree_with_labels_that_are_numbers(cli: Cli, f
 def test_labels_that_count_from_1_and_names_of_files_that_are_nearly_right_are_told(cli: Cli, folder: Path) -> None:
     rows = np.zeros((6, 3, 4, 4), np.float32)
     np.savez(folder / "one.npz", x=rows, y=1 + np.arange(6) % 3)
-    done = cli("extract-features", *words(folder), "--data", f"new=npz:{folder}/one.npz")
-    assert (done.code, "if the labels count from 1, subtract 1" in done.stderr) == (65, True), done.stderr
+    cli("extract-features", *words(folder), "--data", f"new=npz:{folder}/one.npz").expect(
+        65, "if the labels count from 1, subtract 1"
+    )
     (folder / "points.csv").write_text("text,label\na,7.0\nb,2.0\n")
-    done = cli("extract-features", *words(folder), "--data", f"new=csv:{folder}/points.csv")
-    assert (done.code, "row 0 has '7.0'\nhint: write 7, without a decimal point" in done.stderr) == (65, True), (
-        done.stderr
+    cli("extract-features", *words(folder), "--data", f"new=csv:{folder}/points.csv").expect(
+        65, "row 0 has '7.0'\nhint: write 7, without a decimal point"
     )
     for line in (["nett.pt", "--model", "net.py:make", "--data", f"new=npz:{folder}/one.npz"], [*words(folder), "--data", "new=npz:onne.npz"]):  # fmt: skip
         done = cli("extract-features", *line)
@@ -302,8 +276,7 @@ def test_class_folders_that_do_not_fit_are_refused_before_their_images_are_read(
         for place, name in enumerate(names):
             draw_images(folder / "new" / split / name, 20, place)
         specs += ["--data", f"{split}=images:{folder}/new/{split}"] if names else []
-    done = cli("extract-features", *words(folder), *specs, *(["--force"] if is_of_run else []))
-    assert (done.code, message in done.stderr) == (65, True), done.stderr
+    cli("extract-features", *words(folder), *specs, *(["--force"] if is_of_run else [])).expect(65, message)
     seen = folder / "seen"
     assert not seen.exists() or len(seen.read_text()) < 20  # the few that tell the last layer
 
@@ -313,8 +286,9 @@ def test_train_refuses_splits_of_other_classes(cli: Cli, folder: Path) -> None:
         draw_images(folder / "new" / name, 2, 0)
     specs = ("--data", f"train=images:{folder}/train", "--data", f"val=images:{folder}/new")
     network = ("--model", "mlp", "--model-arg", "inputs=48", "--model-arg", "classes=3")
-    done = cli("train", "new.safetensors", *network, *specs, "--epochs", 1)
-    assert (done.code, "only 'train' has 'owl'; only 'val' has 'fox'" in done.stderr) == (65, True), done.stderr
+    cli("train", "new.safetensors", *network, *specs, "--epochs", 1).expect(
+        65, "only 'train' has 'owl'; only 'val' has 'fox'"
+    )
     assert not Path("new.safetensors").exists()
 
 
@@ -381,15 +355,13 @@ def follow_hints(cli: Cli) -> None:
         if done.code == 0:
             return
         assert done.code == 65
-        assert cli(*shlex.split(done.json["error"]["hint"])[1:]).code == 0
+        cli(*shlex.split(done.json["error"]["hint"])[1:]).expect(0)
     pytest.fail("the hints do not mend the run")
 
 
 # Before the first name the notes are written, one a split; the map is the first of the files.
 @pytest.mark.parametrize("count", [4 + 1, 4 + 3])
-def test_splits_of_an_interrupted_command_are_refused_until_the_command_named_is_run(
-    cli: Cli, set_folder: Path, count: int
-) -> None:
+def test_interrupted_splits_are_refused_until_the_hint_is_run(cli: Cli, set_folder: Path, count: int) -> None:
     kill_after(set_folder, count)
     assert list(means(set_folder).values()).count("0.5") == count - 5
     for words in (("fit-laplace", "--name", "x"), ("predict",), ("evaluate",), ("diagnose",)):
@@ -410,7 +382,7 @@ def test_splits_of_an_interrupted_command_are_refused_until_the_command_named_is
         == cli("evaluate", "net.pt").code
         == 0
     )
-    assert cli("status", "net.pt", "--check").code == 0
+    cli("status", "net.pt", "--check").expect(0)
 
 
 def test_a_command_killed_before_the_splits_are_complete_changes_nothing(cli: Cli, set_folder: Path) -> None:
@@ -420,12 +392,10 @@ def test_a_command_killed_before_the_splits_are_complete_changes_nothing(cli: Cl
     assert process.exitcode == -signal.SIGKILL
     assert set(means(set_folder).values()) == {None}
     assert cli("predict", "net.pt", "--json").json["action"] == "up_to_date"
-    assert cli("status", "net.pt", "--check").code == 0
+    cli("status", "net.pt", "--check").expect(0)
 
 
-def test_a_split_that_fails_leaves_all_as_they_were(
-    cli: Cli, set_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_split_leaves_all_as_they_were(cli: Cli, set_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, left = one_split.write_features, [2]
 
     def fail(*words: Any, **names: Any) -> str:
@@ -435,37 +405,22 @@ def test_a_split_that_fails_leaves_all_as_they_were(
         return write(*words, **names)
 
     monkeypatch.setattr(one_split, "write_features", fail)
-    assert cli(*extraction(*SPLITS), "--mean", "0.5", "--force").code == 74
+    cli(*extraction(*SPLITS), "--mean", "0.5", "--force").expect(74)
     assert set(means(set_folder).values()) == {None}
     assert not list(set_folder.rglob(".*.tmp"))
-    assert cli("status", "net.pt", "--check").code == 0
+    cli("status", "net.pt", "--check").expect(0)
 
 
 def test_splits_that_were_mixed_by_hand_are_refused(cli: Cli, set_folder: Path) -> None:
     elsewhere = ("--run-dir", set_folder / "elsewhere")
-    assert cli(*extraction("test"), "--mean", "0.5", *elsewhere).code == 0
+    cli(*extraction("test"), "--mean", "0.5", *elsewhere).expect(0)
     shutil.copy(set_folder / "elsewhere/features/test.h5", set_folder / "net.pt.bnn/features/test.h5")
     for words in (("fit-laplace", "--name", "x"), ("predict", "--split", "test"), ("predict", "--split", "val")):
         done = cli(words[0], "net.pt", *words[1:], "--json")
         assert (done.code, done.json["error"]["code"]) == (65, "stale_input"), words
         assert "used --mean" in done.json["error"]["message"]
-    allowed = cli("predict", "net.pt", "--split", "val", "--allow-stale", "--json")
-    assert allowed.code == 0
+    allowed = cli("predict", "net.pt", "--split", "val", "--allow-stale", "--json").expect(0)
     assert any("are inconsistent" in text for text in allowed.json["warnings"])
-
-
-def test_a_split_that_was_extracted_later_with_the_same_options_belongs(cli: Cli, set_folder: Path) -> None:
-    np.savez(set_folder / "more.npz", x=np.load(set_folder / "far.npz")["x"][:7])
-    assert cli(*extraction("more")).code == 0
-    assert cli("predict", "net.pt").code == 0
-    assert cli("evaluate", "net.pt", "--bootstrap", 20).code == 0
-    assert cli("status", "net.pt", "--check").code == 0
-
-
-def test_no_note_is_left_where_all_went_well(cli: Cli, set_folder: Path) -> None:
-    assert cli(*extraction(*SPLITS), "--mean", "0.5", "--force").code == 0
-    assert not [name for name in SPLITS if note_path(set_folder / f"net.pt.bnn/features/{name}.h5").exists()]
-    assert set(means(set_folder).values()) == {"0.5"}
 
 
 def features(run: Path, split: str = "new") -> Path:
@@ -519,8 +474,8 @@ def test_the_next_batch_replaces_the_last_whatever_its_size(cli: Cli, run: Path,
     done = extract(cli, run)
     assert (done.code, done.json["action"]) == (0, "replaced")
     assert "data.new has changed" in done.stderr
-    assert cli("predict", run).code == 0
-    assert cli("status", run, "--check").code == 0
+    cli("predict", run).expect(0)
+    cli("status", run, "--check").expect(0)
     assert not note_path(features(run)).exists()
 
 
@@ -561,14 +516,13 @@ def test_after_a_refusal_of_newer_data_nothing_is_made_of_the_older(cli: Cli, ru
     assert (done.code, done.json["error"]["code"], table.read_bytes()) == (65, "stale_input", before)
     assert "the last extract-features, for other data, failed (" in done.json["error"]["message"]
     assert "dtype: existing='float32', requested='float16'" in done.json["error"]["message"]
-    assert cli("evaluate", run).code == 65
+    cli("evaluate", run).expect(65)
     stale = {one["name"] for one in cli("status", run, "--json").json["artifacts"] if one["state"] == "stale"}
     assert stale == {"features/new.h5", "predictions/laplace.mc/new.h5"}
-    assert cli("status", run, "--check").code == 3
-    allowed = cli("predict", run, "--table", table, "--allow-stale", "--json")
-    assert allowed.code == 0
+    cli("status", run, "--check").expect(3)
+    allowed = cli("predict", run, "--table", table, "--allow-stale", "--json").expect(0)
     assert any("using it anyway" in text for text in allowed.json["warnings"])
-    assert cli("predict", run, "--split", "train").code == 0
+    cli("predict", run, "--split", "train").expect(0)
 
 
 @pytest.mark.parametrize("way", ["force", "old request", "hint"])
@@ -582,15 +536,15 @@ def test_a_refusal_is_settled_by_force_or_by_asking_as_before(cli: Cli, run: Pat
         assert extract(cli, run).json["action"] == "up_to_date"
     else:
         hint = cli("predict", run, "--json").json["error"]["hint"]
-        assert cli(*shlex.split(hint)[1:]).code == 0
+        cli(*shlex.split(hint)[1:]).expect(0)
     assert not note_path(features(run)).exists()
-    assert cli("predict", run).code == 0
+    cli("predict", run).expect(0)
 
 
 def test_a_refusal_of_the_same_data_does_not_make_the_features_stale(cli: Cli, run: Path) -> None:
     assert extract(cli, run, "--dtype", "float16").code == 73
-    assert cli("predict", run).code == 0
-    assert cli("status", run, "--check").code == 0
+    cli("predict", run).expect(0)
+    cli("status", run, "--check").expect(0)
 
 
 BAD = {"labels": {"x": np.ones((4, 3), np.float32), "y": np.full(4, 0.5)}, "no such array": {"z": np.ones(3)}}
@@ -607,8 +561,8 @@ def test_data_that_cannot_be_read_change_nothing(cli: Cli, run: Path, kind: str)
         path.unlink()
     assert extract(cli, run).code in (65, 66)
     assert not note_path(features(run)).exists()
-    assert cli("predict", run).code == 0
-    assert cli("status", run, "--check").code == 0
+    cli("predict", run).expect(0)
+    cli("status", run, "--check").expect(0)
 
 
 def test_newer_data_that_are_refused_while_they_are_worked_on_make_the_features_stale(cli: Cli, run: Path) -> None:
@@ -618,15 +572,7 @@ def test_newer_data_that_are_refused_while_they_are_worked_on_make_the_features_
     assert (done.code, done.json["error"]["code"]) == (65, "stale_input")
     batch(run.parent, rows=9, seed=3)
     assert extract(cli, run).json["action"] == "replaced"
-    assert cli("predict", run).code == 0
-
-
-def test_a_file_name_with_a_typo_changes_nothing(cli: Cli, run: Path) -> None:
-    data = ("--data", f"train=npz:{run.with_name('trian.npz')}")
-    assert cli("extract-features", run, "--model", "flatten", *data).code == 66
-    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
-    table = run.with_name("again.csv")
-    assert cli("predict", run, "--posterior", "laplace", "--data", f"again=npz:{run.with_name('batch.npz')}", "--table", table).code == 0  # fmt: skip
+    cli("predict", run).expect(0)
 
 
 def test_a_dry_run_or_a_wrong_option_leaves_no_note(cli: Cli, run: Path) -> None:
@@ -641,7 +587,7 @@ def test_a_split_behind_one_that_fails_is_noted_too(cli: Cli, run: Path) -> None
     train = f"train=npz:{run.with_name('train.npz')}@30"
     assert extract(cli, run, "--data", train).code == 73
     assert note_path(features(run)).exists()
-    assert cli("predict", run).code == 65
+    cli("predict", run).expect(65)
 
 
 def test_a_killed_extraction_leaves_the_note(cli: Cli, run: Path) -> None:
@@ -655,7 +601,7 @@ def test_a_killed_extraction_leaves_the_note(cli: Cli, run: Path) -> None:
     killed = cli("predict", run, "--json")
     assert (killed.code, killed.json["error"]["code"]) == (65, "stale_input")
     assert extract(cli, run).json["action"] == "replaced"
-    assert cli("predict", run).code == 0
+    cli("predict", run).expect(0)
 
 
 def test_a_note_about_the_request_that_was_published_says_nothing(cli: Cli, run: Path) -> None:
@@ -664,31 +610,12 @@ def test_a_note_about_the_request_that_was_published_says_nothing(cli: Cli, run:
     sources = [Source(role, Path("x"), digest) for role, digest in digests.items()]
     own = request_digest(header.provenance["params"], sources)
     write_note(features(run), reason="killed", request=own)
-    assert cli("predict", run).code == 0
+    cli("predict", run).expect(0)
     write_note(features(run), reason="killed", request=None)
-    assert cli("predict", run).code == 65
+    cli("predict", run).expect(65)
     note_path(features(run)).write_text("{")
-    assert cli("predict", run).code == 65
+    cli("predict", run).expect(65)
     note_path(features(run)).write_text(canonical_json([1]))
-    assert cli("predict", run).code == 65
+    cli("predict", run).expect(65)
     assert extract(cli, run).json["action"] == "up_to_date"
-    assert cli("predict", run).code == 0
-
-
-@pytest.mark.parametrize("is_readable", [True, False])
-def test_a_broken_file_of_ready_features_changes_nothing(cli: Cli, small_run: Path, is_readable: bool) -> None:
-    path = small_run.with_name("features.npz")
-    with np.load(path) as file:
-        arrays = dict(file)
-    if is_readable:
-        np.savez(path, features_test=np.full_like(arrays["features_test"], np.nan))
-    else:
-        path.write_bytes(b"")
-    assert cli("extract-features", small_run, "--from-npz", path).code == 65
-    assert cli("predict", small_run).code == 0
-
-
-def test_the_whole_run_can_still_be_copied(cli: Cli, run: Path, tmp_path: Path) -> None:
-    refuse(cli, run)
-    shutil.copytree(run.with_name("daily.bnn"), tmp_path / "copy.bnn")
-    assert cli("predict", tmp_path / "copy").code == 65
+    cli("predict", run).expect(0)

@@ -1,4 +1,4 @@
-"""Priors of runs: a precision of biases, and a mean."""
+"""Priors of runs: a precision of biases, a mean, and searches."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import shlex
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kills import kill_midway
+from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, extended_run, file_of, new_run
+from problems.long_run import long_but
 from scipy.optimize import minimize_scalar
 from torch.nn.functional import cross_entropy
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_posterior, write_posterior
 from bnncli.artifacts.samples import read_samples
+from bnncli.commands.fit_laplace import last_layer
+from bnncli.inference import memory
+from bnncli.inference import prior_search as prior_precision
+from bnncli.inference import prior_search as search_rows
 from bnncli.inference.elbo import elbo
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.session.inputs import open_posterior, read_recorded_prior
+from bnncli.session.prior_choice import prior_line
 from bnncli.targets.last_layer import LastLayerTarget
 
 PRIOR = Prior(10.0, 0.1)
@@ -111,14 +121,14 @@ def test_diagnose_suggests_commands_that_keep_both_precisions(cli: Cli, run_of_t
     command = cli("diagnose", run, "--posterior", "hmc-two", "--json").json["verdict"]["run"]
     words = shlex.split(command)[1:]
     assert ("--name", "hmc-two-longer") in pairwise(words)
-    assert cli(*words).code == 0
+    cli(*words).expect(0)
     assert read_recorded_prior(read_header(file_of(run, "hmc-two-longer"))) == PRIOR
 
 
 def test_evaluate_warns_of_draws_from_another_target(cli: Cli, run_of_two: Path, tmp_path: Path) -> None:
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     run = tmp_path / "small"
-    assert cli("predict", run, "--posterior", "two", "--split", "test").code == 0
+    cli("predict", run, "--posterior", "two", "--split", "test").expect(0)
     done = cli("evaluate", run, "--posterior", "two")
     assert (
         "two has prior precision 10 (bias 0.1), but hmc has 10: MMD^2 and other distances compare different targets"
@@ -129,8 +139,8 @@ def test_evaluate_warns_of_draws_from_another_target(cli: Cli, run_of_two: Path,
 
 def test_the_prior_itself_as_base_has_both_precisions(cli: Cli, small_run: Path) -> None:
     words = ("--prior-precision", 10, "--bias-precision", 0.1, "--force")
-    assert cli("fit-laplace", small_run, *words).code == 0
-    assert cli("refine", small_run, "--base", "prior", "--epochs", 1, "--length", 1, "--name", "naive").code == 0
+    cli("fit-laplace", small_run, *words).expect(0)
+    cli("refine", small_run, "--base", "prior", "--epochs", 1, "--length", 1, "--name", "naive").expect(0)
     posterior, header = open_posterior(file_of(small_run, "naive"))
     assert read_recorded_prior(header) == PRIOR
     expected = PRIOR.diagonal(posterior.layout).reciprocal()
@@ -141,11 +151,9 @@ def test_the_prior_itself_as_base_has_both_precisions(cli: Cli, small_run: Path)
 def test_a_number_given_to_hmc_holds_for_biases_too(cli: Cli, run_of_two: Path, tmp_path: Path) -> None:
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     words = ("--prior-precision", 5, "--chains", 2, "--warmup", 4, "--draws", 4, "--name", "five")
-    assert cli("hmc", tmp_path / "small", *words).code == 0
+    cli("hmc", tmp_path / "small", *words).expect(0)
     assert read_recorded_prior(read_header(file_of(tmp_path / "small", "five"))) == Prior(5.0)
-    assert (
-        cli("refine", tmp_path / "small", "--base", "two", "--prior-precision", 5, "--epochs", 1, "--force").code == 0
-    )
+    cli("refine", tmp_path / "small", "--base", "two", "--prior-precision", 5, "--epochs", 1, "--force").expect(0)
     posterior, header = open_posterior(file_of(tmp_path / "small", "refine"))
     assert (read_recorded_prior(header), posterior.base.prior) == (Prior(5.0), PRIOR)
 
@@ -154,7 +162,7 @@ def test_the_same_number_for_both_is_the_default(cli: Cli, small_run: Path) -> N
     words = ("fit-laplace", small_run, "--prior-precision", 10, "--bias-precision", 10)
     for name in ("same", "same-kron"):
         extra = ("--structure", "kron") if name == "same-kron" else ()
-        assert cli(*words, *extra, "--name", name).code == 0
+        cli(*words, *extra, "--name", name).expect(0)
     digests = [read_header(file_of(small_run, name)).content_digest for name in ("same", "laplace")]
     assert digests[0] == digests[1]
 
@@ -179,23 +187,15 @@ def test_every_structure_takes_a_bias_precision(cli: Cli, small_run: Path) -> No
     assert evidence["kron"] == pytest.approx(evidence["full"], abs=2)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "no"])
-def test_what_is_no_precision_is_a_usage_error(cli: Cli, small_run: Path, value: str) -> None:
-    done = cli("fit-laplace", small_run, f"--bias-precision={value}")
-    assert done.code == 2
-    assert f"--bias-precision: expected same or a positive number; got '{value}'" in done.stderr
-
-
 def test_a_head_without_bias_has_no_bias_precision(cli: Cli, tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     arrays.pop("head_bias")
     new_run(cli, tmp_path / "bare", arrays)
-    done = cli("fit-laplace", tmp_path / "bare", "--prior-precision", 1, "--bias-precision", 1)
-    assert (done.code, "--bias-precision: the head has no bias" in done.stderr) == (2, True)
+    cli("fit-laplace", tmp_path / "bare", "--prior-precision", 1, "--bias-precision", 1).expect(
+        2, "--bias-precision: the head has no bias"
+    )
 
 
-def test_large_heads_are_sampled_with_both_precisions(
-    cli: Cli, run_of_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_heads_are_sampled(cli: Cli, run_of_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "bnncli.inference.memory.QUICK_ANYWHERE", 9
     )  # chains are whitened by a Kronecker-factored Gaussian
@@ -203,7 +203,7 @@ def test_large_heads_are_sampled_with_both_precisions(
     monkeypatch.setattr("bnncli.inference.memory._WHITENING_SHARE", 0.0)
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     words = ("--base", "two", "--chains", 8, "--warmup", 40, "--draws", 60, "--name", "large")
-    assert cli("hmc", tmp_path / "small", *words).code == 0
+    cli("hmc", tmp_path / "small", *words).expect(0)
     path = file_of(tmp_path / "small", "large")
     header = read_header(path)
     assert (header.meta["whitening"], read_recorded_prior(header)) == ("kron", PRIOR)
@@ -299,15 +299,6 @@ def test_refine_starts_at_the_elbo_of_the_base_and_draws_have_the_log_joint_of_t
         np.testing.assert_allclose(samples.stats["lp"][0], target.log_joint(posterior.draws[0]).numpy(), atol=1e-3)
 
 
-def test_diagnose_judges_them_on_one_target_and_shows_the_mean(cli: Cli, run_about: Path) -> None:
-    found = cli("diagnose", run_about, "--posterior", "about", "--posterior", "hmc-about", "--json").json
-    assert [pair["is_same_target"] for pair in found["pairs"]] == [True]
-    scale = read_header(file_of(run_about, "about")).meta["prior_mean_scale"]
-    assert found["posteriors"]["about"]["prior_mean_scale"] == scale
-    shown = cli("diagnose", run_about, "--posterior", "about", "--posterior", "laplace").stdout
-    assert f"10 (mean {scale:.3g})" in shown
-
-
 def test_a_search_is_no_worse_on_val_than_the_network_at_one_temperature(run_about: Path) -> None:
     meta = read_header(file_of(run_about, "searched")).meta
     curve = meta["curve"]
@@ -323,7 +314,7 @@ def test_a_search_is_no_worse_on_val_than_the_network_at_one_temperature(run_abo
 
 def test_simulations_under_a_prior_about_a_mean_are_calibrated(cli: Cli, run_about: Path) -> None:
     few = ("--simulations", 40, "--draws", 19, "--examples", 60)
-    assert cli("sbc", run_about, "--posterior", "about", *few, "--strict").code == 0
+    cli("sbc", run_about, "--posterior", "about", *few, "--strict").expect(0)
 
 
 @pytest.mark.parametrize(
@@ -335,19 +326,17 @@ def test_simulations_under_a_prior_about_a_mean_are_calibrated(cli: Cli, run_abo
 )
 def test_what_has_no_such_prior_is_refused(cli: Cli, run_about: Path, words: tuple[str, ...], message: str) -> None:
     given = words if "--prior-mean" in words else (*words, "--prior-mean", "checkpoint")
-    done = cli("fit-laplace", run_about, *given)
-    assert done.code == 2
-    assert message in done.stderr
+    cli("fit-laplace", run_about, *given).expect(2, message)
 
 
 def test_features_without_a_network_have_no_checkpoint_to_be_about(cli: Cli, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     arrays = {"features_train": generator.normal(size=(20, 3)).astype(np.float32), "labels_train": np.arange(20) % 2}
     np.savez(tmp_path / "bare.npz", **arrays)
-    assert cli("extract-features", tmp_path / "bare", "--from-npz", tmp_path / "bare.npz").code == 0
-    done = cli("fit-laplace", tmp_path / "bare", "--prior-mean", "checkpoint")
-    assert done.code == 2
-    assert "--prior-mean checkpoint: this run has only features, no network; use --prior-mean zero" in done.stderr
+    cli("extract-features", tmp_path / "bare", "--from-npz", tmp_path / "bare.npz").expect(0)
+    cli("fit-laplace", tmp_path / "bare", "--prior-mean", "checkpoint").expect(
+        2, "--prior-mean checkpoint: this run has only features, no network; use --prior-mean zero"
+    )
 
 
 def test_a_mean_of_another_size_is_refused(cli: Cli, run_about: Path, tmp_path: Path) -> None:
@@ -356,6 +345,276 @@ def test_a_mean_of_another_size_is_refused(cli: Cli, run_about: Path, tmp_path: 
     tensors, header = read_posterior(path)
     short = {**tensors, "prior.mean": tensors["prior.mean"][:3]}
     write_posterior(path, short, meta=header.meta, provenance=header.provenance, may_replace=True)
-    done = cli("hmc", tmp_path / "small", "--base", "about", "--name", "other")
-    assert done.code == 65
-    assert "is damaged: the prior mean has shape (3,); expected (18,)" in done.stderr
+    cli("hmc", tmp_path / "small", "--base", "about", "--name", "other").expect(
+        65, "is damaged: the prior mean has shape (3,); expected (18,)"
+    )
+
+
+HMC = ("hmc", "--chains", 8, "--warmup", 20, "--draws", 40)
+REFINE = ("refine", "--epochs", 400, "--elbo-draws", 16)
+SUFFIXES = {"hmc": ".nc", "refine": ".safetensors"}
+each_command = pytest.mark.parametrize("command", [HMC, REFINE], ids=lambda words: words[0])
+hmc_in_short = pytest.mark.parametrize("command", long_but([HMC, REFINE], HMC), ids=lambda words: words[0])
+
+
+def make_run(cli: Cli, folder: Path, precision: float, *more: Any, arrays: dict[str, np.ndarray] | None = None) -> Path:
+    run = new_run(cli, folder / "run", arrays or make_arrays())
+    cli("fit-laplace", run, "--prior-precision", precision, *more).expect(0)
+    return run
+
+
+def header(run: Path, name: str, command: tuple[Any, ...]) -> Any:
+    return read_header(run.with_name("run.bnn") / "posteriors" / f"{name}{SUFFIXES[command[0]]}")
+
+
+@pytest.mark.long
+@each_command
+def test_precision_far_off_is_left_for_a_better_one(cli: Cli, tmp_path: Path, command: tuple[Any, ...]) -> None:
+    run = make_run(cli, tmp_path, 300)
+    words = (command[0], run, *command[1:], "--json")
+    found = cli(*words).expect(0)
+    metrics, meta = found.json["metrics"], header(run, command[0], command).meta
+    assert metrics["prior_precision"] == meta["prior_precision"] < 100
+    assert (metrics["prior_precision_by"], metrics["prior_precision_base"]) == ("val", 300)
+    kept = cli(*words, "--prior-precision", "inherit", "--name", "kept").json["metrics"]
+    assert kept["val"][command[0]]["nll"] > 1.05 * metrics["val"][command[0]]["nll"]
+    nll = dict(metrics["prior_precision_curve"])
+    assert nll[metrics["prior_precision"]] < nll[300]
+    # Short runs tell what whole ones do.
+    assert nll[300] == pytest.approx(kept["val"][command[0]]["nll"], rel=0.05)
+    assert nll[metrics["prior_precision"]] == pytest.approx(metrics["val"][command[0]]["nll"], rel=0.05)
+    assert prior_line(metrics)[0] in " ".join(found.stderr.split())
+    assert cli(*words).json["action"] == "up_to_date"
+
+
+@pytest.mark.long
+@each_command
+def test_inherited_precision_is_that_number(cli: Cli, tmp_path: Path, command: tuple[Any, ...]) -> None:
+    run = make_run(cli, tmp_path, 3)
+    words = (command[0], run, *command[1:], "--json")
+    found = cli(*words).json["metrics"]
+    assert found["prior_precision"] == found["prior_precision_base"] == 3  # which is as good as its neighbours
+    assert "no other precision predicts val significantly better" in prior_line(found)[0]
+    kept = cli(*words, "--prior-precision", "inherit", "--name", "kept").json["metrics"]
+    assert found["val"] == kept["val"]
+    assert "prior_precision_by" not in kept
+    given = cli(*words, "--prior-precision", 3, "--name", "given").json["metrics"]
+    assert given["val"][command[0]]["nll"] == pytest.approx(kept["val"][command[0]]["nll"], abs=1e-3)
+    if command is HMC:
+        ours, theirs = (
+            read_samples(run.with_name("run.bnn") / "posteriors" / f"{name}.nc").head_weight for name in ("hmc", "kept")
+        )
+        assert ours is not None
+        assert theirs is not None
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.long
+@each_command
+def test_a_run_that_goes_on_does_not_search_again(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[Any, ...]
+) -> None:
+    run = make_run(cli, tmp_path, 300)
+    whole = cli(command[0], run, *command[1:], "--name", "whole", "--json").json
+    kill_midway(run, "cut", *command, saves=9)
+
+    def climb(*given: object, **named: object) -> None:
+        raise AssertionError("searched again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"bnncli.commands.{command[0]}.climb_prior", climb)
+        done = cli(command[0], run, *command[1:], "--name", "cut", "--resume", "--json")
+    assert "resuming" in done.stderr
+    assert done.json["outputs"][0]["content_digest"] == whole["outputs"][0]["content_digest"]
+    named = ("--prior-precision", repr(whole["metrics"]["prior_precision"]), "--name", "given", "--json")
+    given = cli(command[0], run, *command[1:], *named).json["metrics"]
+    assert given["val"] == whole["metrics"]["val"]  # the search leaves no trace in the run
+
+
+@hmc_in_short
+def test_the_biases_follow(cli: Cli, tmp_path: Path, command: tuple[Any, ...]) -> None:
+    run = make_run(cli, tmp_path, 300, "--bias-precision", 30)
+    cli(command[0], run, *command[1:]).expect(0)
+    meta = header(run, command[0], command).meta
+    assert meta["prior_precision"] < 100
+    assert meta["bias_precision"] == pytest.approx(meta["prior_precision"] / 10)
+
+
+@hmc_in_short
+def test_fewer_examples_than_features(cli: Cli, tmp_path: Path, command: tuple[Any, ...]) -> None:
+    run = make_run(cli, tmp_path, 300, "--structure", "full", arrays=make_wide_arrays())
+    metrics = cli(command[0], run, *command[1:], "--json").expect(0).json["metrics"]
+    nll = dict(metrics["prior_precision_curve"])
+    assert metrics["prior_precision"] < 300
+    assert nll[metrics["prior_precision"]] == pytest.approx(metrics["val"][command[0]]["nll"], rel=0.2)
+
+
+@each_command
+@pytest.mark.parametrize(
+    ("without", "more", "why"),
+    [
+        ("labels_val", {"hmc": (), "refine": ()}, "no labelled val split"),
+        ("", {"hmc": ("--draws", 8), "refine": ("--epochs", 5)}, "too short to search"),
+    ],
+)
+def test_where_nothing_tells_the_precision_is_the_bases(
+    cli: Cli, tmp_path: Path, command: tuple[Any, ...], without: str, more: dict[str, Any], why: str
+) -> None:
+    arrays = {name: part for name, part in make_arrays().items() if name != without}
+    run = make_run(cli, tmp_path, 300, arrays=arrays)
+    done = cli(command[0], run, *command[1:], *more[command[0]], "--json")
+    assert done.json["metrics"].get("prior_precision_by") is None
+    assert "using the base's prior precision: " in done.stderr
+    assert why in done.stderr
+    assert header(run, command[0], command).meta["prior_precision"] == 300
+    inherited = cli(command[0], run, *command[1:], *more[command[0]], "--prior-precision", "inherit", "--json")
+    assert inherited.json["action"] == "up_to_date"  # it is the same request
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """Features of three classes."""
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(3, 5))
+    found = {"head_weight": (2 * weight).astype(np.float32), "head_bias": np.zeros(3, np.float32)}
+    for split, count in (("train", 120), ("val", 300)):
+        features = generator.normal(size=(count, 5)).astype(np.float32)
+        found[f"features_{split}"] = features
+        found[f"labels_{split}"] = (features @ weight.T + generator.gumbel(size=(count, 3))).argmax(axis=1)
+    return found
+
+
+def test_expensive_structure_uses_a_quick_search(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(cli, tmp_path / "run", arrays())
+    by_kron = cli("fit-laplace", run, "--structure", "kron", "--name", "kron", "--json").json["metrics"]
+    by_full = cli("fit-laplace", run, "--structure", "full", "--name", "full", "--json").json["metrics"]
+    assert "prior_precision_structure" not in by_full
+    assert by_full["prior_precision"] != by_kron["prior_precision"]
+    monkeypatch.setattr(memory, "automatic_structures", lambda layout, budget, **sizes: ["kron", "diag"])
+    done = cli("fit-laplace", run, "--structure", "full", "--name", "quick", "--json")
+    metrics = done.json["metrics"]
+    assert (metrics["structure"], metrics["prior_precision_structure"]) == ("full", "kron")
+    assert metrics["prior_precision"] == by_kron["prior_precision"]
+    assert "searching for the prior precision with kron" in done.stderr
+    given = cli("fit-laplace", run, "--prior-precision", by_kron["prior_precision"], "--structure", "full", "--json")
+    assert metrics["log_marginal_likelihood"] == pytest.approx(
+        given.json["metrics"]["log_marginal_likelihood"], abs=2e-3
+    )
+
+
+@pytest.mark.parametrize("center", ["mode", "checkpoint"])
+def test_search_of_a_part_says_so(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, center: str) -> None:
+    run = new_run(cli, tmp_path / "run", arrays())
+    words = ("fit-laplace", run, "--structure", "full", "--center", center, "--json")
+    whole = cli(*words, "--name", "whole").json["metrics"]
+    assert "prior_precision_val_examples" not in whole
+    monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 50})
+    monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
+    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
+    done = cli(*words, "--name", "part")
+    metrics = done.json["metrics"]
+    assert metrics["prior_precision_val_examples"] == 100
+    if center == "mode":
+        assert metrics["prior_precision_train_examples"] == 50
+        assert metrics["prior_precision"] != whole["prior_precision"]
+        assert metrics["cost"]["gradient_passes"] % 1 != 0  # passes over a part count as that part
+        assert "with 50 of 120 examples of train and 100 of 300 examples of val; the final fit uses all" in done.stderr
+    else:  # one Hessian, that of all, serves the whole curve
+        assert "prior_precision_train_examples" not in metrics
+        assert "with 100 of 300 examples of val; the final fit uses all" in done.stderr
+        assert metrics["prior_precision"] == whole["prior_precision"]
+    given = cli(*words, "--prior-precision", metrics["prior_precision"], "--name", "given").json["metrics"]
+    for name in ("log_marginal_likelihood", "val_nll_laplace"):
+        assert metrics[name] == pytest.approx(given[name], abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_features", "num_examples", "num_draws", "structure"),
+    [
+        (20, 384, 10_000, 320, "full"),
+        (20, 384, 10_000, 5, "block"),
+        (10, 84, 60_000, 5, "full"),
+        (100, 500, 50_000, 320, "kron"),
+    ],
+)
+def test_chains_are_whitened_by_all_of_the_covariance_where_draws_cost_more(
+    monkeypatch: pytest.MonkeyPatch,
+    num_outputs: int,
+    num_features: int,
+    num_examples: int,
+    num_draws: int,
+    structure: str,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    layout = HeadLayout(num_outputs, num_features)
+    there = 200 << 30
+    found = memory.whitening_structure(
+        layout, there, device="cpu", num_examples=num_examples, num_chains=16, num_draws=num_draws
+    )
+    assert found == structure
+    own = memory.automatic_structure(layout, 2 << 30, device="cpu")
+    assert (
+        memory.whitening_structure(layout, 2 << 30, device="cpu", num_examples=9, num_chains=16, num_draws=320) == own
+    )
+
+
+def test_brief_search_stays_near_the_checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(cli, tmp_path / "run", arrays())
+    words = ("fit-laplace", run, "--structure", "kron", "--json")
+    whole = cli(*words, "--name", "whole").json["metrics"]
+    monkeypatch.setattr(search_rows, "_BRIEF_SHARE", 1e-9)
+    done = cli(*words, "--name", "brief")
+    assert "searching for the prior precision around the checkpoint's own" in done.stderr
+    brief = done.json["metrics"]
+    assert len(brief["prior_precision_curve"]) < len(whole["prior_precision_curve"])
+    assert brief["val_nll_laplace"] == pytest.approx(whole["val_nll_laplace"], abs=2e-3)
+    assert brief["cost"]["gradient_passes"] < whole["cost"]["gradient_passes"]
+    assert "prior_precision_train_examples" not in brief
+
+
+def test_folds_of_a_part_have_modes_of_all_rows(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(cli, tmp_path / "run", arrays())
+    monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 150})
+    monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
+    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
+    words = ("fit-laplace", run, "--structure", "full", "--fit-on", "train+val", "--prior-mean", "checkpoint")
+    done = cli(*words, "--name", "part", "--json")
+    metrics = done.json["metrics"]
+    assert (metrics["prior_precision_train_examples"], metrics["prior_precision_val_examples"]) == (150, 100)
+    assert "searching for the prior precision with 150 of 420 examples" in done.stderr
+    cli(*words, "--name", "given", "--prior-precision", metrics["prior_precision"]).expect(0)
+    folder = run.with_name("run.bnn") / "posteriors"
+    part, given = (read_posterior(folder / f"{name}.safetensors")[0] for name in ("part", "given"))
+    assert torch.equal(part["folds.rows"], given["folds.rows"])
+    for name in ("mean", "folds.theta"):
+        torch.testing.assert_close(part[name], given[name], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "problem", [make_arrays(), make_arrays(seed=3, num_classes=5, num_features=20)], ids=["3", "5"]
+)
+def test_the_choice_is_that_of_a_search_by_the_closest_structure(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: dict[str, Any]
+) -> None:
+    run = new_run(cli, tmp_path / "run", problem)
+    plain = cli("fit-laplace", run, "--json").json["metrics"]
+    searched: list[tuple[str, int]] = []
+    search = prior_precision.search
+
+    def counted(*given: Any, **named: Any) -> Any:
+        found = search(*given, **named)
+        searched.append((named["structure"], len(found.curve)))
+        return found
+
+    monkeypatch.setattr(last_layer, "QUICK_SECONDS", 0.0)  # as if all searches were long
+    monkeypatch.setattr(last_layer, "_DEARER", 0.0)
+    monkeypatch.setattr("bnncli.commands.fit_laplace.last_layer.search", counted)
+    found = cli("fit-laplace", run, "--name", "rough", "--json").json["metrics"]
+    assert searched[0][0] != "full"
+    assert found["structure"] == plain["structure"]
+    assert found["prior_precision"] == pytest.approx(plain["prior_precision"], rel=0.1)
+    assert found["val"]["laplace"]["nll"] == pytest.approx(plain["val"]["laplace"]["nll"], rel=1e-3)
+    if found["structure"] == searched[0][0] or found["prior_precision_for"] == "plug-in":  # of which it says all
+        assert len(searched) == 1
+    else:  # around the rough one's, and not all over again
+        assert [name for name, _ in searched[1:]] == [found["structure"]]
+        assert searched[1][1] < len(plain["prior_precision_curve"])

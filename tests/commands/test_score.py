@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from problems.command_line import Cli
 from problems.label_sets import label_arrays
@@ -62,9 +63,7 @@ def write_csv(path: str, columns: dict[str, Any]) -> None:
 
 def values_of(cli: Cli, *words: object) -> dict[str, float | None]:
     """Every score by its name and choices."""
-    done = cli("score", *words, *QUICK, "--json")
-    assert done.code == 0, done.stderr
-    (row,) = json.loads(done.stdout)["rows"]
+    (row,) = json.loads(cli("score", *words, *QUICK, "--json").expect(0).stdout)["rows"]
     return {
         json.dumps([m[key] for key in ("name", "strategy", "norm", "estimator", "score", "ood") if key in m]): m[
             "value"
@@ -80,36 +79,20 @@ def same(one: dict[str, float | None], other: dict[str, float | None]) -> bool:
 
 
 @pytest.mark.parametrize("option", [(), ("--bootstrap", 30, "--seed", 3), ("--score", "all", "--bootstrap", 20)])
-def test_the_numbers_are_those_of_evaluate_to_the_last_bit(
-    cli: Cli, small_run: Path, option: tuple[object, ...]
-) -> None:
+def test_score_equals_evaluate(cli: Cli, small_run: Path, option: tuple[object, ...]) -> None:
     if not option:
         option = QUICK
     done = cli("evaluate", small_run, "--posterior", "laplace", "--split", "test", "--force", "--json", *option)
     theirs = json.loads(done.stdout)["rows"][0]
     own = Path(f"{small_run}.bnn/predictions/laplace.mc")
-    done = cli("score", own / "test.h5", "--ood", own / "far.h5", "--json", *option)
-    (ours,) = json.loads(done.stdout)["rows"]
+    (ours,) = json.loads(cli("score", own / "test.h5", "--ood", own / "far.h5", "--json", *option).stdout)["rows"]
     expected = [metric for metric in theirs["metrics"] if "reference" not in metric]
     shown = [metric for metric in expected if metric.get("score") not in ("mahalanobis", "relative_mahalanobis", "knn")]
     assert ours["metrics"] == shown
     assert ours | {"metrics": 0} == {key: theirs[key] for key in ours} | {"metrics": 0}
 
 
-def test_the_same_arrays_in_an_npz_file_give_the_same_bits(cli: Cli, small_run: Path, tmp_path: Path) -> None:
-    from bnncli.artifacts.predictions import read_predictions
-
-    path = Path(f"{small_run}.bnn/predictions/map.plug-in/test.h5")
-    file = read_predictions(path)
-    np.savez(tmp_path / "p.npz", probs=file.probs, y=file.labels)
-    done = [cli("score", one, "--bootstrap", "25", "--json") for one in (path, tmp_path / "p.npz")]
-    ours, theirs = (json.loads(one.stdout)["rows"][0]["metrics"] for one in done)
-    assert ours == theirs
-
-
-def test_every_kind_of_file_gives_the_same_scores(
-    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
-) -> None:
+def test_file_kinds_give_the_same_scores(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     named = {f"p_{name}": [repr(value) for value in probs[:, k].tolist()] for k, name in enumerate(CLASSES)}
@@ -195,12 +178,10 @@ def test_several_labels_an_example(cli: Cli, folder: Path) -> None:
 def test_several_labels_as_evaluate_has_them(cli: Cli, tmp_path: Path) -> None:
     np.savez(tmp_path / "f.npz", **label_arrays())
     name = tmp_path / "several"
-    assert cli("extract-features", name, "--from-npz", tmp_path / "f.npz").code == 0
-    assert cli("predict", name, "--posterior", "map", "--split", "test").code == 0
-    done = cli("evaluate", name, *QUICK, "--json")
-    (theirs,) = json.loads(done.stdout)["rows"]
-    done = cli("score", f"{name}.bnn/predictions/map.plug-in/test.h5", *QUICK, "--json")
-    (ours,) = json.loads(done.stdout)["rows"]
+    cli("extract-features", name, "--from-npz", tmp_path / "f.npz").expect(0)
+    cli("predict", name, "--posterior", "map", "--split", "test").expect(0)
+    (theirs,) = json.loads(cli("evaluate", name, *QUICK, "--json").stdout)["rows"]
+    (ours,) = json.loads(cli("score", f"{name}.bnn/predictions/map.plug-in/test.h5", *QUICK, "--json").stdout)["rows"]
     assert ours["likelihood"] == theirs["likelihood"]
     assert ours["metrics"] == [metric for metric in theirs["metrics"] if "reference" not in metric]
 
@@ -222,24 +203,17 @@ def test_groups_have_the_scores_of_their_rows(cli: Cli, folder: Path, probs: np.
     assert [line.split("|")[1].strip() for line in text.splitlines() if "|" in line][3:] == ["north", "south"]
 
 
-def test_assertions_are_of_all_rows_or_of_a_group(
-    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
-) -> None:
+def test_assertions_of_all_rows_or_a_group(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray) -> None:
     np.savez("g.npz", probs=probs, label=labels, site=np.where(probs.argmax(1) == labels, "right", "wrong"))
     words = ("score", "g.npz", "--groups", "site", *QUICK, "--assert")
-    assert cli(*words, "accuracy@right==1").code == 0
-    assert cli(*words, "accuracy<1").code == 0
-    done = cli(*words, "accuracy@wrong>=0.5")
-    assert done.code == 3
-    assert "accuracy of g (none, wrong) is 0, expected accuracy@wrong>=0.5" in done.stderr
-    assert cli(*words, "accuracy@middle>0").code == 66
+    cli(*words, "accuracy@right==1").expect(0)
+    cli(*words, "accuracy<1").expect(0)
+    cli(*words, "accuracy@wrong>=0.5").expect(3, "accuracy of g (none, wrong) is 0, expected accuracy@wrong>=0.5")
+    cli(*words, "accuracy@middle>0").expect(66)
 
 
-def test_scores_of_every_class_and_curtailed_rows(
-    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
-) -> None:
-    done = cli("score", "p.npz", *QUICK, "--per-class", "--json")
-    (row,) = json.loads(done.stdout)["rows"]
+def test_scores_of_classes_and_chosen_metrics(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray) -> None:
+    (row,) = json.loads(cli("score", "p.npz", *QUICK, "--per-class", "--json").stdout)["rows"]
     assert row["class_counts"] == np.bincount(labels).tolist()
     recall = next(metric["per_class"] for metric in row["metrics"] if metric["name"] == "balanced_accuracy")
     assert recall == pytest.approx([float((probs.argmax(1) == k)[labels == k].mean()) for k in range(3)])
@@ -248,9 +222,7 @@ def test_scores_of_every_class_and_curtailed_rows(
     assert "per_class" not in row["metrics"][0]
 
 
-def test_many_rows_have_no_bootstrap_unless_it_is_asked_for(
-    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows_have_no_bootstrap_by_default(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bnncli.options import scoring
 
     monkeypatch.setattr(scoring, "MOST_ROWS", 50)
@@ -266,13 +238,11 @@ def test_a_table_of_predict_is_scored_as_its_predictions_are(cli: Cli, small_run
     h5 = Path(f"{small_run}.bnn/predictions/laplace.mc/test.h5")
     expected = values_of(cli, h5, "--metric", "nll", "--metric", "mean_mutual_info")
     for name in ("t.csv", "t.npz"):
-        assert cli(*words, tmp_path / name).code == 0
+        cli(*words, tmp_path / name).expect(0)
         found = values_of(cli, tmp_path / name, "--metric", "nll", "--metric", "mean_mutual_info")
         assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-7)
-    assert cli(*words[:4], "--probabilities", "--table", tmp_path / "all.csv").code == 0
-    done = cli("score", tmp_path / "all.csv")
-    assert done.code == 65
-    assert "mixes predictions of 3 splits, posteriors or integrators" in done.stderr
+    cli(*words[:4], "--probabilities", "--table", tmp_path / "all.csv").expect(0)
+    cli("score", tmp_path / "all.csv").expect(65, "mixes predictions of 3 splits, posteriors or integrators")
 
 
 def test_predictions_without_labels_are_told_once_where_scores_need_them(cli: Cli, folder: Path) -> None:
@@ -281,7 +251,7 @@ def test_predictions_without_labels_are_told_once_where_scores_need_them(cli: Cl
     assert (done.code, done.stderr.count("no labels found; add --labels FILE[:COLUMN]")) == (0, 1)
     assert "no labels" not in cli("score", "alone.npy", *QUICK, "--metric", "mean_entropy").stderr
     assert "no labels" not in cli("score", "p.npz", *QUICK).stderr
-    assert cli("score", "alone.npy", *QUICK, "--metric", "nll").code == 65
+    cli("score", "alone.npy", *QUICK, "--metric", "nll").expect(65)
 
 
 UNDEFINED = {
@@ -296,14 +266,13 @@ UNDEFINED = {
 def test_a_score_that_was_asked_for_and_is_undefined_is_told_with_its_reason(cli: Cli, folder: Path, case: str) -> None:
     words, said = UNDEFINED[case]
     np.save("far.npy", np.load("p.npz")["probs"][::-1])
-    done = cli("score", "p.npz", *QUICK, *words)
-    assert (done.code, said in done.stderr) == (65, True), done.stderr
+    cli("score", "p.npz", *QUICK, *words).expect(65, said)
 
 
 def test_a_score_of_examples_beside_one_that_is_undefined_is_shown(cli: Cli, folder: Path) -> None:
     np.save("far.npy", np.load("p.npz")["probs"][::-1])
     both = ("--score", "energy", "--score", "max_prob")
-    assert cli("score", "p.npz", *QUICK, "--ood", "far=far.npy", *both, "--metric", "auroc").code == 0
+    cli("score", "p.npz", *QUICK, "--ood", "far=far.npy", *both, "--metric", "auroc").expect(0)
 
 
 def test_probabilities_that_are_taken_for_logits_are_warned_of(cli: Cli, folder: Path, logits: np.ndarray) -> None:
@@ -344,20 +313,16 @@ def test_probabilities_are_scored_without_torch(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "npz"])
-def test_the_probability_of_the_predicted_class_is_not_taken_for_that_of_class_1(
-    cli: Cli, small_run: Path, tmp_path: Path, suffix: str
-) -> None:
+def test_predicted_probability_is_not_that_of_class_1(cli: Cli, small_run: Path, tmp_path: Path, suffix: str) -> None:
     table = tmp_path / f"t.{suffix}"
     words = ("predict", small_run, "--posterior", "laplace", "--split", "test", "--table", table)
-    assert cli(*words).code == 0
-    done = cli("score", table)
-    assert (done.code, "predict --probabilities" in done.stderr) == (65, True), done.stderr
+    cli(*words).expect(0)
+    cli("score", table).expect(65, "predict --probabilities")
 
 
 def test_a_column_of_ones_own_beside_predicted_classes_is_refused(cli: Cli, folder: Path) -> None:
     write_csv("own.csv", {"predicted": [0, 1, 1], "probability": [0.9, 0.8, 0.7], "label": [0, 1, 0]})
-    done = cli("score", "own.csv")
-    assert (done.code, "p_NAME" in done.stderr) == (65, True), done.stderr
+    cli("score", "own.csv").expect(65, "p_NAME")
 
 
 def test_logits_that_contradict_probabilities_beside_them_are_refused(
@@ -371,14 +336,11 @@ def test_logits_that_contradict_probabilities_beside_them_are_refused(
     write_csv("both.csv", {**named, "label": labels})
     apart = np.abs(softmax(-logits) - probs).max()
     for file, column in (("both.npz", "probs"), ("both.csv", "p_*")):
-        done = cli("score", file)
-        assert (done.code, f"differ by up to {apart:.3g}" in done.stderr) == (65, True), done.stderr
+        cli("score", file).expect(65, f"differ by up to {apart:.3g}")
         assert same(values_of(cli, f"{file}:probs={column}"), expected)
 
 
-def test_labels_that_are_numbers_need_columns_whose_order_is_known(
-    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
-) -> None:
+def test_number_labels_need_ordered_columns(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray) -> None:
     two = probs[:, :2] / probs[:, :2].sum(axis=1, keepdims=True)
     numbers = np.minimum(labels, 1)
     np.savez("two.npz", probs=two, label=numbers)
@@ -391,15 +353,12 @@ def test_labels_that_are_numbers_need_columns_whose_order_is_known(
     assert same(values_of(cli, "sorted.csv"), expected)
     assert same(values_of(cli, "names.csv", "--metric", "nll"), {'["nll"]': expected['["nll"]']})
     for words in (("turned.csv",), ("turned.csv:probs=p_*",), ("alone.csv", "--labels", "y.npy"), ("alone.csv", "--labels", "sorted.csv")):  # fmt: skip
-        done = cli("score", *words)
-        assert (done.code, "FILE:probs=p_pos+p_neg" in done.stderr) == (65, True), done.stderr
+        cli("score", *words).expect(65, "FILE:probs=p_pos+p_neg")
     assert same(values_of(cli, "turned.csv:probs=p_neg+p_pos"), expected)
     assert same(values_of(cli, "alone.csv:probs=p_neg+p_pos", "--labels", "y.npy"), expected)
 
 
-def test_numbers_of_a_column_that_names_its_classes_are_classes_by_name(
-    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
-) -> None:
+def test_numbers_with_class_names_are_classes(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     features = {"label": {"names": list(CLASSES), "_type": "ClassLabel"}}
     said = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
@@ -419,9 +378,7 @@ ROUNDED = {
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_rounded_probabilities_are_divided_by_their_sums_and_that_is_said(
-    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray, kind: str
-) -> None:
+def test_rounded_rows_are_normalised(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray, kind: str) -> None:
     rounded = ROUNDED[kind](probs)
     np.savez("rounded.npz", probs=rounded, label=labels)
     np.savez("exact.npz", probs=rounded / rounded.sum(axis=1, keepdims=True, dtype=np.float64), label=labels)
@@ -435,9 +392,7 @@ def test_rounded_probabilities_are_divided_by_their_sums_and_that_is_said(
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_rounding_is_no_excuse_for_a_class_that_is_missing(
-    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray, kind: str
-) -> None:
+def test_missing_class_is_no_rounding(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray, kind: str) -> None:
     np.savez("cut.npz", probs=ROUNDED[kind](probs)[:, :2], label=np.minimum(labels, 1))
     assert "expected rows that sum to 1" in cli("score", "cut.npz", *QUICK).stderr
 
@@ -451,8 +406,7 @@ def test_decimal_commas_and_labels_that_are_all_minus_one_are_told(cli: Cli, fol
     done = cli("score", "wide.csv", *QUICK, "--json")
     assert (done.code, "UTF-16" in done.json["error"]["message"]) == (65, True)
     np.savez("unknown.npz", probs=probs, label=np.full(len(probs), -1))
-    done = cli("score", "unknown.npz", *QUICK, "--json")
-    assert "'label' has no label in any row" in done.json["warnings"][0]
+    assert "'label' has no label in any row" in cli("score", "unknown.npz", *QUICK, "--json").json["warnings"][0]
 
 
 @pytest.fixture
@@ -474,7 +428,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[st
 
     def kept(panels: Any, **named: Any) -> Any:
         found.append((dict(panels), named))
-        return draw(panels, **named)
+        return draw(panels, **named) if len(found[0][0]) == 1 else Figure()
 
     monkeypatch.setattr("bnncli.commands.score.draw_reliability", kept)
     return found
@@ -499,9 +453,7 @@ def test_the_diagram_is_that_of_the_scores(cli: Cli, plot_folder: Path, drawn: A
     assert 0.005 < (pixels < 128).mean() < 0.5
 
 
-def test_the_largest_groups_have_a_panel_each(
-    cli: Cli, plot_folder: Path, drawn: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_largest_groups_have_panels(cli: Cli, plot_folder: Path, drawn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.commands.score.render", lambda figure, form: b"")
     done = cli("score", "p.npz", "--groups", "site", "--metric", "nll", "--plot", "r.svg", *QUICK)
     ((panels, named),) = drawn
@@ -519,20 +471,19 @@ def test_several_labels_an_example_have_the_diagram_of_all_decisions(cli: Cli, p
     generator = np.random.default_rng(1)
     probs = generator.random((50, 3))
     np.savez("m.npz", probs=probs, label=(generator.random((50, 3)) < probs).astype(int))
-    assert cli("score", "m.npz", "--task", "multilabel", "--plot", "r.pdf", *QUICK).code == 0
+    cli("score", "m.npz", "--task", "multilabel", "--plot", "r.png", *QUICK).expect(0)
     ((panels, _),) = drawn
     assert sum(panels["m"]["count"]) == 150
 
 
-def test_a_group_may_be_called_as_the_file_is(
-    cli: Cli, plot_folder: Path, drawn: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_group_named_as_the_file(cli: Cli, plot_folder: Path, drawn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.commands.score.render", lambda figure, form: b"")
     np.savez("p.npz", **{**np.load("p.npz"), "site": np.resize(["p", "q"], 200)})
-    assert cli("score", "p.npz", "--groups", "site", "--plot", "r.svg", *QUICK).code == 0
+    cli("score", "p.npz", "--groups", "site", "--plot", "r.svg", *QUICK).expect(0)
     assert [*drawn[0][0]] == ["test", "p", "q"]
 
 
+@pytest.mark.long
 def test_names_in_titles_may_be_anything(recwarn: pytest.WarningsRecorder) -> None:
     curve = {"edges": [0, 0.5, 1], "count": [0, 4], "confidence": [None, 0.75], "accuracy": [None, 0.5]}
     names = ["北京", "$\\frac{x$", "x" * 60, "a\tb"]
@@ -553,31 +504,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_where_it_may_not_be_written_nothing_is_read(
-    cli: Cli, plot_folder: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_plot_reads_nothing(cli: Cli, plot_folder: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, code, message = REFUSED[case]
     Path("p.npz").rename("p.svg")
     Path("notes.png").write_text("mine")
     Path("d.png").mkdir()
     monkeypatch.setattr("bnncli.commands.score.open_given", None)
-    done = cli("score", "p.svg", *words, *QUICK)
-    assert (done.code, message in done.stderr) == (code, True), done.stderr
+    cli("score", "p.svg", *words, *QUICK).expect(code, message)
     assert Path("notes.png").read_text() == "mine"
-
-
-def test_another_file_is_replaced_by_force_and_a_figure_without(cli: Cli, plot_folder: Path) -> None:
-    Path("r.png").write_text("mine")
-    assert cli("score", "p.npz", "--plot", "r.png", "-f", *QUICK).code == 0
-    assert cli("score", "p.npz", "--plot", "r.png", *QUICK).code == 0
 
 
 def test_without_labels_there_is_nothing_to_draw(cli: Cli, plot_folder: Path) -> None:
     np.save("alone.npy", np.load("p.npz")["probs"])
-    done = cli("score", "alone.npy", "--plot", "r.png", *QUICK)
-    assert done.code == 65
-    assert "--plot: 'alone.npy' has no labels" in done.stderr
-    assert "--labels FILE[:COLUMN]" in done.stderr
+    cli("score", "alone.npy", "--plot", "r.png", *QUICK).expect(
+        65, "--plot: 'alone.npy' has no labels", "--labels FILE[:COLUMN]"
+    )
     assert not Path("r.png").exists()
 
 
@@ -586,5 +527,4 @@ def test_a_figure_that_cannot_be_written_is_told(cli: Cli, plot_folder: Path, mo
         raise WriteError("no space left", hint="free some")
 
     monkeypatch.setattr("bnncli.commands.score.write_figure", full)
-    done = cli("score", "p.npz", "--plot", "r.png", *QUICK)
-    assert (done.code, "--plot: cannot write r.png" in done.stderr) == (int(WriteError.exit), True), done.stderr
+    cli("score", "p.npz", "--plot", "r.png", *QUICK).expect(int(WriteError.exit), "--plot: cannot write r.png")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from problems.arrays import make_arrays
-from problems.command_line import Cli, new_run
+from problems.command_line import Cli, extended_run, new_run
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from sklearn.linear_model import LogisticRegression
@@ -21,8 +21,8 @@ from bnncli.inference.temperature import stacking_weights
 from bnncli.system.signals import BudgetSpent
 
 
-def heads_of(run: Path, name: str = "stack") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    tensors, header = read_posterior(run.with_name(f"{run.name}.bnn") / "posteriors" / f"{name}.safetensors")
+def heads_of(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors, header = read_posterior(run.with_name(f"{run.name}.bnn") / "posteriors" / "stack.safetensors")
     return tensors, header.meta
 
 
@@ -39,11 +39,18 @@ def regression(features: np.ndarray, labels: np.ndarray, precision: float, at: n
     return np.asarray(model.predict_proba(np.column_stack([at, np.ones(len(at))])))
 
 
-def test_members_are_logistic_regressions_on_the_rows_that_they_name(
-    cli: Cli, small_run: Path, arrays: dict[str, np.ndarray]
-) -> None:
-    metrics = cli("stack", small_run, "--json").json["metrics"]
-    tensors, _ = heads_of(small_run)
+@pytest.fixture(scope="module")
+def stacked(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A stacked run, predicted with, and the metrics of the stack; not to be changed."""
+    run = extended_run(
+        finished_run, tmp_path_factory.mktemp("stack"), (("stack",), ("predict", "--posterior", "stack"))
+    )
+    return run, heads_of(run)[1]["metrics"]
+
+
+def test_members_are_logistic_regressions(stacked: tuple[Path, dict[str, Any]], arrays: dict[str, np.ndarray]) -> None:
+    run, metrics = stacked
+    tensors, _ = heads_of(run)
     kept = [head for head in metrics["heads"] if head["is_kept"]]
     assert tensors["weights"].sum().item() == pytest.approx(1)
     features = {name: arrays[f"features_{name}"] for name in ("train", "val")}
@@ -70,15 +77,12 @@ def test_members_are_logistic_regressions_on_the_rows_that_they_name(
     assert seen >= 5
 
 
-def test_predictions_are_the_mixture_and_val_is_out_of_fold(
-    cli: Cli, small_run: Path, arrays: dict[str, np.ndarray]
-) -> None:
-    metrics = cli("stack", small_run, "--json").json["metrics"]
-    said = cli("predict", small_run, "--posterior", "stack")
-    assert said.code == 0
+def test_predictions_are_mixture(cli: Cli, stacked: tuple[Path, dict[str, Any]], arrays: dict[str, np.ndarray]) -> None:
+    run, metrics = stacked
+    said = cli("predict", run, "--posterior", "stack", "--split", "val", "--force")
     assert "predicting val out of fold, with 5 folds" in said.stderr
-    tensors, _ = heads_of(small_run)
-    folder = small_run.with_name("small.bnn") / "predictions" / "stack.mc"
+    tensors, _ = heads_of(run)
+    folder = run.with_name("small.bnn") / "predictions" / "stack.mc"
     mixture = sum(
         float(weight) * softmax(logits(theta, arrays["features_test"]), axis=1)
         for weight, theta in zip(tensors["weights"], tensors["members"], strict=True)
@@ -103,7 +107,7 @@ def test_weights_and_temperature_of_a_fold_are_of_the_other_rows(
     cli: Cli, small_run: Path, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stack, "KEPT", 0.0)
-    assert cli("stack", small_run).code == 0
+    cli("stack", small_run).expect(0)
     tensors, _ = heads_of(small_run)
     labels, rows = arrays["labels_val"], tensors["folds.rows"].numpy()
     scores = np.empty((len(rows), 4))
@@ -130,7 +134,7 @@ def test_val_that_is_all_right_does_not_sharpen_the_network(cli: Cli, tmp_path: 
     scores = made["features_val"] @ made["head_weight"].T + made["head_bias"]
     made["labels_val"] = scores.argmax(axis=1)
     new_run(cli, path, made)
-    assert cli("stack", path).code == 0
+    cli("stack", path).expect(0)
     tensors, _ = heads_of(path)
     largest = np.abs(np.stack([logits(theta, made["features_test"]) for theta in tensors["members"]])).max()
     assert largest < 20 * np.abs(made["features_test"] @ made["head_weight"].T + made["head_bias"]).max()
@@ -147,7 +151,7 @@ def test_features_without_a_head_are_stacked_too(cli: Cli, tmp_path: Path, is_si
     new_run(cli, path, made, *words)
     metrics = cli("stack", path, "--json").json["metrics"]
     assert [head["name"] for head in metrics["heads"]] == ["train", "val", "train+val"]
-    assert cli("predict", path, "--posterior", "stack").code == 0
+    cli("predict", path, "--posterior", "stack").expect(0)
     assert np.isfinite(metrics["val"]["stack"]["nll"])
 
 
@@ -159,9 +163,7 @@ def test_few_or_no_rows_of_val_are_refused(cli: Cli, tmp_path: Path) -> None:
         if rows == 0:
             del made["features_val"], made["labels_val"]
         new_run(cli, path, made)
-        done = cli("stack", path)
-        assert done.code == code
-        assert "val" in done.stderr
+        cli("stack", path).expect(code, "val")
 
 
 def test_its_scores_on_val_are_as_on_test(cli: Cli, tmp_path: Path) -> None:
@@ -186,27 +188,22 @@ def test_its_scores_on_val_are_as_on_test(cli: Cli, tmp_path: Path) -> None:
     assert abs(own["nll"] - test) < 3 * own["standard_error"]
 
 
-def test_ways_that_take_long_are_left_out_and_none_at_all_is_an_error(
-    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_heads_are_left_out(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 320 * 18 * 21 - 1  # of train and val: 320 rows, 18 parameters, 21 modes
     monkeypatch.setattr(stack, "MOST_WORK", {"cpu": most})
     metrics = cli("stack", small_run, "--json").json["metrics"]
     assert [head["name"] for head in metrics["heads"][1:]] == ["train", "val"]
     assert metrics["left_out"] == ["train+val (would take too long)"]
     monkeypatch.setattr(stack, "MOST_WORK", {"cpu": 1})
-    done = cli("stack", small_run, "--force")
-    assert done.code == 69
-    assert "18 parameters" in done.stderr
+    cli("stack", small_run, "--force").expect(69, "18 parameters")
     (small_run.with_name("small.bnn") / "posteriors" / "stack.safetensors").unlink()
     found = cli("auto", small_run, "--json").json
     assert "skipped" in next(rung for rung in found["rungs"] if rung["name"] == "stack")["note"]
 
 
 def test_an_interrupted_stack_goes_on_after_the_ways_that_it_has_refitted(
-    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, stacked: tuple[Path, dict[str, Any]], small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli("stack", small_run, "--name", "whole").code == 0
     refit, asked = stack.refit_head, []
 
     def ending(name: str, *given: Any, **named: Any) -> Any:
@@ -219,19 +216,16 @@ def test_an_interrupted_stack_goes_on_after_the_ways_that_it_has_refitted(
     stopped = cli("stack", small_run)
     assert stopped.code != 0
     assert "continue with: bnncli stack" in stopped.stderr
-    done = cli("stack", small_run, "--resume")
-    assert done.code == 0, done.stderr
-    assert "resuming after 2 of 3 refits" in done.stderr
+    cli("stack", small_run, "--resume").expect(0, "resuming after 2 of 3 refits")
     assert asked == ["train", "val", "train+val", "train+val"]
-    found, whole = heads_of(small_run), heads_of(small_run, "whole")
+    found, whole = heads_of(small_run), heads_of(stacked[0])
     assert found[0].keys() == whole[0].keys()
     assert all(torch.equal(tensor, whole[0][name]) for name, tensor in found[0].items())
     assert not list((small_run.with_name("small.bnn") / "posteriors").glob(".stack*"))
 
 
-def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
-    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.long
+def test_auto_resumes_a_stack_ended_by_budget(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refit = stack.refit_head
 
     def ending(name: str, *given: Any, **named: Any) -> Any:
@@ -244,10 +238,10 @@ def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
         found = cli("auto", small_run, "--json").json
     (rung,) = [rung for rung in found["rungs"] if rung["name"] == "stack"]
     assert (rung["is_there"], "the budget is spent: continue with: bnncli stack" in rung["note"]) == (False, True)
-    done = cli("auto", small_run)
-    assert (done.code, "resuming after 2 of 3 refits" in done.stderr) == (0, True)
+    cli("auto", small_run).expect(0, "resuming after 2 of 3 refits")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seconds", "order"), [(1.0, ["stack", "fit-laplace"]), (1e4, ["fit-laplace", "stack"])])
 def test_auto_stacks_last_where_there_is_no_time_for_it(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, order: list[str]

@@ -73,10 +73,6 @@ BAD_ARRAYS = {
 }
 
 
-def test_good_arrays_are_taken(cli: Cli, tmp_path: Path) -> None:
-    assert extract(cli, tmp_path, good_arrays()).code == 0
-
-
 @pytest.mark.parametrize("case", BAD_ARRAYS)
 def test_bad_arrays_are_refused_and_nothing_is_written(cli: Cli, tmp_path: Path, case: str) -> None:
     arrays, said = BAD_ARRAYS[case]
@@ -146,8 +142,7 @@ def test_a_training_split_without_labels_is_refused_by_fits(cli: Cli, tmp_path: 
     arrays = good_arrays()
     del arrays["labels_train"]
     extract(cli, tmp_path, arrays)
-    done = cli("fit-laplace", tmp_path / "run", "--prior-precision", 1)
-    assert (done.code, "has no labels" in done.stderr) == (65, True)
+    cli("fit-laplace", tmp_path / "run", "--prior-precision", 1).expect(65, "has no labels")
 
 
 @pytest.mark.parametrize(
@@ -171,9 +166,7 @@ def test_a_training_split_without_labels_is_refused_by_fits(cli: Cli, tmp_path: 
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
 )
-def test_unknown_and_unfit_names_list_what_there_is(
-    cli: Cli, small_run: Path, words: tuple[str, ...], code: int, said: str
-) -> None:
+def test_unknown_names_list_choices(cli: Cli, small_run: Path, words: tuple[str, ...], code: int, said: str) -> None:
     done = cli(words[0], small_run, *words[1:])
     assert (done.code, "Traceback" in done.stderr) == (code, False), done.stderr
     assert said in done.stderr
@@ -206,9 +199,7 @@ def future_schema(file: h5py.File) -> None:
     [(permuted_rows, 65), (other_head, 65), (external_features, 77), (huge_features, 65), (future_schema, 65)],
 )
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_features_that_were_tampered_with_are_refused(
-    cli: Cli, small_run: Path, attack: Any, code: int, is_sealed: bool
-) -> None:
+def test_tampered_features_are_refused(cli: Cli, small_run: Path, attack: Any, code: int, is_sealed: bool) -> None:
     from bnncli.artifacts.hdf5 import make_seal
 
     path = small_run.with_name("small.bnn") / "features" / "train.h5"
@@ -233,9 +224,8 @@ def test_predictions_that_are_no_probabilities_are_refused(cli: Cli, small_run: 
     content, header = read_predictions(path), read_header(path)
     content.probs[:] = np.log(content.probs)
     write_predictions(path, content, meta=header.meta, provenance=header.provenance, may_replace=True)
-    done = cli("verify", path)
-    assert (done.code, "log-probabilities" in done.stderr) == (65, True)
-    assert cli("evaluate", small_run, "--force").code == 65
+    cli("verify", path).expect(65, "log-probabilities")
+    cli("evaluate", small_run, "--force").expect(65)
 
 
 BAD_CHECKPOINTS = {
@@ -273,47 +263,39 @@ def test_a_checkpoint_that_is_a_folder_a_pipe_or_a_device_is_missing(cli: Cli, t
 
 
 def test_an_artifact_given_as_the_checkpoint_is_refused(cli: Cli, small_run: Path) -> None:
-    done = cli("refine", small_run.with_name("small.bnn") / "posteriors" / "laplace.safetensors")
-    assert (done.code, "is inside a run folder" in done.stderr) == (66, True)
+    cli("refine", small_run.with_name("small.bnn") / "posteriors" / "laplace.safetensors").expect(
+        66, "is inside a run folder"
+    )
 
 
 @pytest.mark.parametrize("value", ["1e150", "1e31", "1e-31", "5e-324"])
 def test_a_precision_whose_square_leaves_the_numbers_is_refused(cli: Cli, small_run: Path, value: str) -> None:
     for flag in ("--prior-precision", "--bias-precision"):
-        done = cli("fit-laplace", small_run, flag, value, "--name", "new")
-        assert done.code == 2
+        done = cli("fit-laplace", small_run, flag, value, "--name", "new").expect(2)
         assert done.stderr == f"error: {flag}: expected a number from 1e-30 to 1e+30; got '{value}'\n"
 
 
 @pytest.mark.parametrize("value", ["1e30", "1e-30"])
 @pytest.mark.parametrize("structure", long_but(["full", "block", "kron", "diag"], "full"))
-def test_the_largest_and_the_smallest_precision_are_fitted(
-    cli: Cli, small_run: Path, value: str, structure: str
-) -> None:
-    assert (
-        cli("fit-laplace", small_run, "--prior-precision", value, "--structure", structure, "-q", "--force").code == 0
-    )
+def test_extreme_precisions_are_fitted(cli: Cli, small_run: Path, value: str, structure: str) -> None:
+    cli("fit-laplace", small_run, "--prior-precision", value, "--structure", structure, "-q", "--force").expect(0)
 
 
 @pytest.mark.parametrize("out", [".", "..", "some/..", "/"])
 def test_an_output_without_a_name_is_refused(cli: Cli, small_run: Path, out: str) -> None:
-    done = cli("fit-laplace", small_run, "--out", out)
-    assert done.code == 2
-    assert f"--out: expected a file; got '{out}'" in done.stderr
+    cli("fit-laplace", small_run, "--out", out).expect(2, f"--out: expected a file; got '{out}'")
 
 
 def test_more_threads_than_any_machine_has_are_refused(cli: Cli, small_run: Path) -> None:
-    done = cli("fit-laplace", small_run, "--threads", 100_000)
-    assert done.code == 2
-    assert "--threads" in done.stderr
+    cli("fit-laplace", small_run, "--threads", 100_000).expect(2, "--threads")
 
 
 def test_features_without_columns_are_refused_before_anything_is_written(cli: Cli, tmp_path: Path) -> None:
     arrays = {name: part[:, :0] if part.ndim == 2 else part for name, part in make_arrays().items()}
     np.savez(tmp_path / "f.npz", **arrays)
-    done = cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz")
-    assert done.code == 65
-    assert "expected (N, D) with N > 0 and D > 0" in done.stderr
+    cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz").expect(
+        65, "expected (N, D) with N > 0 and D > 0"
+    )
     assert not (tmp_path / "run.bnn").exists()
 
 
@@ -327,15 +309,13 @@ def test_a_damaged_header_in_an_npz_file_is_called_damaged(cli: Cli, tmp_path: P
                 place = content.index(b"{")
                 content[place : place + len(header)] = header
             bad.writestr(name, io.BytesIO(content).getvalue())
-    done = cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz")
-    assert done.code == 65
-    assert "array 'features_train' is truncated or damaged" in done.stderr
+    cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz").expect(
+        65, "array 'features_train' is truncated or damaged"
+    )
 
 
 def test_a_configuration_without_end_is_refused_and_a_pipe_is_read(cli: Cli, small_run: Path, tmp_path: Path) -> None:
-    done = cli("fit-laplace", small_run, "--config", "/dev/zero")
-    assert done.code == 78
-    assert "expected a TOML file of at most" in done.stderr
+    cli("fit-laplace", small_run, "--config", "/dev/zero").expect(78, "expected a TOML file of at most")
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=("[fit-laplace]\nprior-precision = 3\n",))
@@ -458,16 +438,6 @@ def test_files_that_are_no_predictions(cli: Cli, tmp_path: Path, monkeypatch: py
     assert (done.code, said in one_line(done.stderr)) == (code, True), done.stderr
 
 
-def test_an_npz_file_that_lost_its_end_inside_an_array(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "p.npz"
-    np.savez(path, probs=PROBS)
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(bytes(data))
-    done = cli("score", path)
-    assert (done.code, "truncated or damaged" in one_line(done.stderr)) == (65, True), done.stderr
-
-
 OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "fewer classes": ({"probs": np.full((9, 2), 0.5)}, "--ood", "has 3 classes, but 'q.npz' has 2"),
     "other classes": ({"probs": np.full((9, 3), 1 / 3), "classes": np.array(["cat", "dog", "elk"])}, "--ood", "has other classes than"),
@@ -490,8 +460,7 @@ def test_files_that_do_not_go_together(cli: Cli, tmp_path: Path, monkeypatch: py
 
 
 def test_features_are_no_predictions(cli: Cli, small_run: Path) -> None:
-    done = cli("score", f"{small_run}.bnn/features/test.h5")
-    assert (done.code, "expected predictions, got features" in done.stderr) == (65, True)
+    cli("score", f"{small_run}.bnn/features/test.h5").expect(65, "expected predictions, got features")
 
 
 def test_a_pickle_in_an_npz_file_is_not_read(cli: Cli, tmp_path: Path) -> None:
@@ -584,9 +553,7 @@ def test_an_npz_file_with_an_absurd_header_is_refused(cli: Cli, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("form", ["npz", "idx"])
-def test_an_array_beyond_the_free_memory_is_69_before_it_is_read(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_array_beyond_memory_is_69(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     monkeypatch.setattr(_arrays, "available_memory", lambda device: 1 << 20)
     if form == "npz":
         npz(tmp_path / "a", npy((1 << 20, 4)) + bytes(1 << 24))
@@ -598,9 +565,7 @@ def test_an_array_beyond_the_free_memory_is_69_before_it_is_read(
 
 
 @pytest.mark.parametrize("size", [(60_000, 60_000), (1 << 31, 1), (0, 0)])
-def test_an_image_that_claims_more_pixels_than_any_camera_is_refused(
-    cli: Cli, tmp_path: Path, size: tuple[int, int]
-) -> None:
+def test_image_of_absurd_size_is_refused(cli: Cli, tmp_path: Path, size: tuple[int, int]) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(png(*size))
     done = extract_file(cli, tmp_path, f"images:{tmp_path}/images")
@@ -631,10 +596,7 @@ def test_a_safetensors_file_with_an_absurd_header_is_refused(cli: Cli, tmp_path:
         header = struct.pack("<Q", len(header)) + header
     (tmp_path / "a.pt").write_bytes(header + bytes(4))
     for command in ("inspect", "verify"):
-        done = cli(command, tmp_path / "a.pt", "--json")
-        assert done.code == 65, done.stderr
-        assert "Traceback" not in done.stderr
-        assert len(done.stderr) < 1000
+        assert len(cli(command, tmp_path / "a.pt", "--json").expect(65).stderr) < 1000
 
 
 def test_a_tensor_that_one_number_stands_for_is_no_checkpoint(cli: Cli, tmp_path: Path) -> None:
@@ -642,7 +604,7 @@ def test_a_tensor_that_one_number_stands_for_is_no_checkpoint(cli: Cli, tmp_path
     done = cli("inspect", tmp_path / "a.pt", "--json")
     assert (done.code, "claim" in done.json["error"]["message"]) == (65, True), done.stderr
     torch.save({"w": torch.zeros(1).expand(10**5), "v": torch.ones(10**5)}, tmp_path / "a.pt")
-    assert cli("inspect", tmp_path / "a.pt").code == 0
+    cli("inspect", tmp_path / "a.pt").expect(0)
 
 
 def test_gzip_that_is_cut_off_or_has_a_wrong_checksum_is_refused(cli: Cli, tmp_path: Path) -> None:
@@ -650,3 +612,13 @@ def test_gzip_that_is_cut_off_or_has_a_wrong_checksum_is_refused(cli: Cli, tmp_p
     for content in (whole[:-12], whole[:-6] + bytes(6)):
         (tmp_path / "a.gz").write_bytes(content)
         assert extract_file(cli, tmp_path, f"idx:{tmp_path}/a.gz").code == 65
+
+
+def test_an_npz_file_that_lost_its_end_inside_an_array(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "p.npz"
+    np.savez(path, probs=PROBS)
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(bytes(data))
+    done = cli("score", path)
+    assert (done.code, "truncated or damaged" in one_line(done.stderr)) == (65, True), done.stderr

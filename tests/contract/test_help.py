@@ -77,8 +77,7 @@ def test_options_beside_the_name_of_a_command_change_nothing(cli: Cli, words: tu
 
 
 def test_a_topic_that_is_none_is_answered_with_the_one_that_was_meant(cli: Cli) -> None:
-    done = cli("help", "exitcodes")
-    assert done.code == 2
+    done = cli("help", "exitcodes").expect(2)
     assert done.stderr.startswith("error: help: expected one of exit-codes, common, environment, specs, demo, ")
     assert done.stderr.endswith("; got 'exitcodes'\nhint: did you mean 'exit-codes'?\n")
     assert "did you mean 'predict'?" in cli("help", "predit").stderr

@@ -79,13 +79,12 @@ def test_token_ids_are_sent_to_a_dataset_which_takes_them(cli: Cli, tmp_path: Pa
     state = {"embedding.weight": torch.randn(50, 4), "fc.weight": torch.randn(3, 4), "fc.bias": torch.randn(3)}
     torch.save(state, tmp_path / "net.pt")
     words = ("extract-features", tmp_path / "net.pt", "--model", f"{tmp_path}/text_network.py:Network", "--json")
-    done = cli(*words, "--data", f"train=npz:{tmp_path}/ids.npz")
-    assert done.code == 65
+    done = cli(*words, "--data", f"train=npz:{tmp_path}/ids.npz").expect(65)
     assert "integers (int64) from 0 to 44" in done.json["error"]["message"]
     assert "token ids" in done.json["error"]["hint"]
     assert "float32" not in done.json["error"]["hint"]
-    assert cli(*words, "--data", f"train=py:{tmp_path}/text_network.py:Rows").code == 0
-    assert cli(*words, "--data", f"test=py:{tmp_path}/text_network.py:Rows", "--mean", "0.5").code == 2
+    cli(*words, "--data", f"train=py:{tmp_path}/text_network.py:Rows").expect(0)
+    cli(*words, "--data", f"test=py:{tmp_path}/text_network.py:Rows", "--mean", "0.5").expect(2)
 
 
 def test_a_transposed_head_is_called_so_and_the_hint_is_right(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_a_transposed_head_is_called_so_and_the_hint_is_right(cli: Cli, arrays: 
     assert (done.code, done.json["error"]["hint"]) == (65, "save head_weight.T")
     assert "head_weight has shape (5, 3), expected (K, 5); it looks transposed" in done.json["error"]["message"]
     np.savez(path, **{**arrays, "head_weight": arrays["head_weight"].T.T})
-    assert cli("extract-features", tmp_path / "run", "--from-npz", path).code == 0
+    cli("extract-features", tmp_path / "run", "--from-npz", path).expect(0)
 
 
 TWO_HEADS = """
@@ -129,7 +128,7 @@ def test_the_layer_that_gives_the_output_is_named(cli: Cli, tmp_path: Path, firs
     assert error["code"] == "not_the_head"
     assert "the network returns 2 outputs, and the first is used" in error["message"]
     assert error["hint"] == "add --last-layer first"
-    assert cli(*words, *error["hint"].removeprefix("add ").split()).code == 0
+    cli(*words, *error["hint"].removeprefix("add ").split()).expect(0)
 
 
 def test_outputs_of_two_layers_together_name_the_option(cli: Cli, tmp_path: Path) -> None:
@@ -156,7 +155,7 @@ def test_a_distributed_checkpoint_is_called_so_and_the_hint_converts_it(cli: Cli
             load_checkpoint(path)
         assert caught.value.hint == done.json["error"]["hint"]
     words = shlex.split(done.json["error"]["hint"].removeprefix("merge it into one file:"))
-    assert cli(*words[1:]).code == 0
+    cli(*words[1:]).expect(0)
     state = load_checkpoint(Path(words[-1])).state
     assert all(torch.equal(state[name], STATE[name]) for name in STATE)
 
@@ -165,17 +164,17 @@ def test_hints_of_a_copied_run_name_the_copy(cli: Cli, small_run: Path, tmp_path
     folder = tmp_path / "elsewhere"
     shutil.copytree(small_run.with_name("small.bnn"), folder / "copy.bnn")
     shutil.rmtree(small_run.with_name("small.bnn"))
-    assert cli("fit-laplace", folder / "copy", "--prior-precision", "9", "--force").code == 0
+    cli("fit-laplace", folder / "copy", "--prior-precision", "9", "--force").expect(0)
     hint = cli("predict", folder / "copy", "--posterior", "refine", "--json").json["error"]["hint"]
     assert shlex.split(hint)[:3] == ["bnncli", "refine", str(folder / "copy")]
     notes = [one["remake"] for one in cli("status", folder / "copy", "--json").json["artifacts"]]
     assert all(str(small_run) not in shlex.split(note) for note in notes)
-    assert cli(*shlex.split(hint)[1:]).code == 0
+    cli(*shlex.split(hint)[1:]).expect(0)
 
 
 def test_hints_of_a_copy_find_the_argument_behind_options(cli: Cli, small_run: Path) -> None:
     words = ("fit-laplace", "--name", "small", "--prior-precision", "10", "-f", small_run)
-    assert cli(*words).code == 0
+    cli(*words).expect(0)
     shutil.move(small_run.with_name("small.bnn"), small_run.with_name("other.bnn"))
     other = small_run.with_name("other")
     notes = {one["name"]: one["remake"] for one in cli("status", other, "--json").json["artifacts"]}
@@ -197,15 +196,14 @@ def test_a_run_without_a_checkpoint_may_have_the_name_of_a_folder(cli: Cli, smal
     (small_run.with_name("data")).mkdir()
     run = f"{small_run.with_name('data')}{slash}"
     npz = small_run.with_name("features.npz")
-    done = cli("extract-features", run, "--from-npz", npz, "--ood", "far")
-    assert done.code == 0, done.stderr
+    cli("extract-features", run, "--from-npz", npz, "--ood", "far").expect(0)
     assert small_run.with_name("data.bnn").is_dir()
-    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
-    assert cli("predict", run, "--split", "test").code == 0
-    assert cli("status", run, "--check").code == 0
-    assert cli("fit-laplace", small_run.with_name("data").parent).code == 66
+    cli("fit-laplace", run, "--prior-precision", 1).expect(0)
+    cli("predict", run, "--split", "test").expect(0)
+    cli("status", run, "--check").expect(0)
+    cli("fit-laplace", small_run.with_name("data").parent).expect(66)
     for odd in (small_run.with_name("data.bnn"), small_run.with_name("data") / ".."):
-        assert cli("extract-features", odd, "--from-npz", npz).code == 66
+        cli("extract-features", odd, "--from-npz", npz).expect(66)
 
 
 @pytest.fixture
@@ -244,9 +242,7 @@ def test_what_was_meant_by_a_network_or_its_data_is_told(
 
 
 @pytest.mark.parametrize("command", ["fit-laplace", "predict", "evaluate", "status", "clean", "diagnose", "report"])
-def test_a_checkpoint_that_does_not_exist_is_told_with_the_one_that_was_meant(
-    cli: Cli, lenet: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_misspelt_checkpoint_is_suggested(cli: Cli, lenet: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.chdir(lenet.parent)
     error = cli(command, "lent.pt", "--json").json["error"]
     assert (error["message"], error["hint"]) == (
@@ -287,9 +283,7 @@ def test_a_checkpoint_is_not_converted_into_a_name_of_pytorchs(cli: Cli, lenet: 
         ),
     ],
 )
-def test_networks_and_shifts_without_sense_are_refused(
-    cli: Cli, lenet: Path, words: tuple[str, ...], message: str
-) -> None:
+def test_senseless_networks_are_refused(cli: Cli, lenet: Path, words: tuple[str, ...], message: str) -> None:
     target = lenet.with_name("new.safetensors")
     done = cli("train", target, *words, "--data", f"train=npz:{lenet.with_name('images.npz')}", "--epochs", 1)
     assert (done.code, message in done.stderr, target.exists()) == (2, True, False), done.stderr

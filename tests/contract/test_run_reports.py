@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 from pathlib import Path
@@ -18,23 +17,6 @@ from bnncli.session import states as artifact_states
 
 def states(cli: Cli, run: Path) -> dict[str, str]:
     return {entry["name"]: entry["state"] for entry in cli("status", run, "--json").json["artifacts"]}
-
-
-def test_status_lists_every_artifact_of_a_finished_run_as_fresh(cli: Cli, small_run: Path) -> None:
-    found = states(cli, small_run)
-    files = [path for path in small_run.with_name("small.bnn").rglob("*.*") if path.is_file()]
-    there = {str(path.relative_to(small_run.with_name("small.bnn"))) for path in files if ".locks" not in path.parts}
-    assert set(found) == there
-    assert set(found.values()) == {"fresh"}
-
-
-def test_status_follows_a_change_down_the_pipeline(cli: Cli, small_run: Path) -> None:
-    cli("fit-laplace", small_run, "--prior-precision", "9", "--force")
-    found = states(cli, small_run)
-    assert found["posteriors/laplace.safetensors"] == found["predictions/map.plug-in/test.h5"] == "fresh"
-    for name in ("posteriors/refine.safetensors", "posteriors/hmc.nc", "predictions/refine.mc/test.h5"):
-        assert found[name] == "stale"
-    assert "to refresh: bnncli refine" in cli("status", small_run).stdout
 
 
 def test_status_names_a_missing_input_and_ignores_other_files(cli: Cli, small_run: Path) -> None:
@@ -56,9 +38,7 @@ def test_status_names_a_missing_input_and_ignores_other_files(cli: Cli, small_ru
         ("metrics/hmc.mc.json", "metrics", None),
     ],
 )
-def test_inspect_tells_kind_shapes_digest_and_provenance(
-    cli: Cli, small_run: Path, name: str, kind: str, expected: str | None
-) -> None:
+def test_inspect_describes_each_kind(cli: Cli, small_run: Path, name: str, kind: str, expected: str | None) -> None:
     path = small_run.with_name("small.bnn") / name
     document = cli("inspect", path, "--json").json
     assert document["kind"] == kind
@@ -84,11 +64,6 @@ def test_provenance_says_everything_that_made_the_numbers(cli: Cli, small_run: P
     }
 
 
-def test_features_say_what_they_were_made_from(cli: Cli, small_run: Path) -> None:
-    document = cli("inspect", small_run.with_name("small.bnn") / "features" / "far.h5", "--json").json
-    assert document["provenance"]["source"].endswith("features.npz:features_far")
-
-
 def test_no_artifact_names_the_folder_it_was_made_in_but_in_its_command(cli: Cli, small_run: Path) -> None:
     for path in small_run.with_name("small.bnn").rglob("*.*"):
         if path.is_file() and ".locks" not in path.parts:
@@ -111,21 +86,6 @@ def test_clean_never_touches_an_artifact_or_a_living_writer(cli: Cli, small_run:
     assert {path for path in folder.rglob("*") if path.is_file()} == before - {resume}
 
 
-def test_evaluate_rows_carry_the_choices_that_define_each_number(cli: Cli, small_run: Path) -> None:
-    rows = cli("evaluate", small_run, "--json").json["rows"]
-    assert {(row["posterior"], row["integrator"]) for row in rows} >= {("map", "plug-in"), ("hmc", "mc")}
-    by_name: dict[str, dict[str, Any]] = {metric["name"]: metric for metric in rows[0]["metrics"]}
-    assert by_name["ece"]["bins"] == 15
-    assert {"accuracy", "nll", "brier", "ece", "mce", "auroc", "fpr95", "mmd2"} <= set(by_name)
-    assert by_name["auroc"]["ood"] == "far"
-    assert {"estimator", "reference"} <= set(by_name["mmd2"])
-
-
-def test_a_hand_made_copy_of_a_run_is_a_run(cli: Cli, small_run: Path) -> None:
-    shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("copy.bnn"))
-    assert cli("status", small_run.with_name("copy"), "--check").code == 0
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("last", [1, 12])
 def test_status_ends_at_a_signal_and_says_where(
@@ -141,9 +101,7 @@ def test_status_ends_at_a_signal_and_says_where(
         return plain(path)
 
     monkeypatch.setattr(artifact_states, "read_header", signalled)
-    done = cli("status", small_run)
-    assert done.code == 128 + number
-    assert f"interrupted by {number.name} at " in done.stderr
+    cli("status", small_run).expect(128 + number, f"interrupted by {number.name} at ")
     assert count == last
 
 

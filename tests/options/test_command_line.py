@@ -172,13 +172,11 @@ def command_of(cli: Cli, path: Path) -> list[str]:
     return cli("inspect", path, "--json").json["provenance"]["command"]
 
 
-def test_a_run_that_has_the_name_of_a_split_is_moved_and_the_split_stays(
-    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_named_as_a_split_is_moved(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(small_run.parent)
     shutil.copytree("small.bnn", "test.bnn")
     words = ("--posterior", "map", "--split", "test", "--force")
-    assert cli("predict", "test", *words, "--run-dir=test.bnn").code == 0
+    cli("predict", "test", *words, "--run-dir=test.bnn").expect(0)
     Path("runs").mkdir()
     Path("test.bnn").rename("runs/test.bnn")
     name = "predictions/map.plug-in/test.h5"
@@ -188,20 +186,16 @@ def test_a_run_that_has_the_name_of_a_split_is_moved_and_the_split_stays(
     assert shown == "bnncli predict test --posterior map --split test --run-dir elsewhere"
 
 
-def test_a_command_is_recorded_with_the_values_that_it_used(
-    cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_used_values_are_recorded(cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BNNCLI_FIT_LAPLACE_OUT", str(tmp_path / "other.safetensors"))
     monkeypatch.setenv("BNNCLI_SEED", "3")
     given = tmp_path / "given.safetensors"
-    assert cli("fit-laplace", "--prior-precision=3", "-qo", given, "--", small_run).code == 0
+    cli("fit-laplace", "--prior-precision=3", "-qo", given, "--", small_run).expect(0)
     rest = ["--prior-precision", "3", "--quiet", "--out", str(given), str(small_run), "--seed", "3"]
     assert command_of(cli, given) == ["bnncli", "fit-laplace", *rest]
 
 
-def test_the_command_that_continues_a_fit_is_one_that_runs(
-    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_that_continues_a_fit_runs(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = []
 
     def save_once(*words: Any) -> None:
@@ -211,10 +205,8 @@ def test_the_command_that_continues_a_fit_is_one_that_runs(
 
     monkeypatch.setattr(resumable, "write_state", save_once)
     words = ("--epochs", 80, "--patience", 0, "--save-every", 0, "--elbo-draws", 8, "--name", "cut")
-    done = cli("refine", *words, "--", small_run)
-    assert done.code == 143
-    again = cli(*shlex.split(done.stderr.rpartition("continue with: ")[2])[1:])
-    assert (again.code, "resuming" in again.stderr) == (0, True), again.stderr
+    done = cli("refine", *words, "--", small_run).expect(143)
+    cli(*shlex.split(done.stderr.rpartition("continue with: ")[2])[1:]).expect(0, "resuming")
 
 
 @pytest.mark.parametrize("command", [one for one in own_commands() if one.name in MAKERS], ids=lambda one: one.name)

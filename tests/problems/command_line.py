@@ -24,6 +24,14 @@ class Invocation:
     stdout: str
     stderr: str
 
+    def expect(self, code: int, *said: str) -> Invocation:
+        """Return this invocation after a check of its exit code, and that stderr has these texts and no traceback."""
+        assert self.code == code, f"expected exit code {code}; got {self.code}: {self.stderr}"
+        assert code == 1 or "Traceback" not in self.stderr, self.stderr
+        for text in said:
+            assert text in self.stderr, f"expected {text!r} in: {self.stderr}"
+        return self
+
     @property
     def json(self) -> dict[str, Any]:
         """The one JSON document on stdout; NaN and infinity are errors."""

@@ -13,7 +13,7 @@ from problems.command_line import Cli
 from problems.pages import Node, check_is_self_contained, read_page
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.commands.report.subject import encode_png, shorten_text
+from bnncli.commands.report.subject import encode_png
 
 pytestmark = pytest.mark.usefixtures("pictures_are_names")
 SIDE = 6
@@ -33,14 +33,12 @@ def run(cli: Cli, tmp_path: Path) -> Path:
         ("fit-laplace", "--prior-precision", 1),
         ("predict",),
     ):
-        done = cli(words[0], tmp_path / "pictures", *words[1:])
-        assert done.code == 0, done.stderr
+        cli(words[0], tmp_path / "pictures", *words[1:]).expect(0)
     return tmp_path / "pictures"
 
 
 def page_of(cli: Cli, run: Path, *words: object) -> Node:
-    done = cli("report", run, *words)
-    assert done.code == 0, done.stderr
+    cli("report", run, *words).expect(0)
     path = run.with_name(f"{run.name}.bnn") / "report.html"
     page = read_page(path)
     check_is_self_contained(page, path.read_text())
@@ -91,27 +89,14 @@ def test_inputs_of_code_are_shown_where_it_is_trusted_as_what_it_returns_now(cli
     )
     spec = f"py:{tmp_path / 'own.py'}:images"
     run = tmp_path / "own"
-    assert (
-        cli("extract-features", run, "--model", "flatten", "--data", f"train={spec}", "--data", f"test={spec}").code
-        == 0
-    )
-    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
-    assert cli("predict", run).code == 0
+    cli("extract-features", run, "--model", "flatten", "--data", f"train={spec}", "--data", f"test={spec}").expect(0)
+    cli("fit-laplace", run, "--prior-precision", 1).expect(0)
+    cli("predict", run).expect(0)
     untrusted, trusted = (page_of(cli, run, *words).one("inputs") for words in ((), ("--trust-code",)))
     assert "read by code, which is not executed; add --trust-code" in untrusted.text
     assert not untrusted.all("img")
     assert trusted.all("img")
     assert "Inputs of test are what its code returns now" in trusted.text
-
-
-def test_texts_are_shown_as_texts_cut_and_on_one_line() -> None:
-    assert shorten_text("a\n b\tc") == "a b c"
-    assert shorten_text(("premise", "hypothesis")) == "premise / hypothesis"
-    long = shorten_text("word " * 200)
-    assert long is not None
-    assert len(long) == 300
-    assert long.endswith("…")
-    assert shorten_text(np.zeros(3)) is None
 
 
 @pytest.mark.parametrize("shape", [(9, 7), (9, 7, 1), (9, 7, 3), (1, 9, 7), (3, 9, 7)])

@@ -9,18 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from bnncli.commands.report.sections import data_table
-from bnncli.commands.report.subject import class_name, describe_error, parameter_name, try_find
-from bnncli.commands.report.verdict import describe_calibration, join_names
+from bnncli.commands.report.subject import class_name, parameter_name, try_find
+from bnncli.commands.report.verdict import describe_calibration
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
 from bnncli.figures.pages import (
     Markup,
     Missing,
     TableCell,
     commands,
-    element,
     extract_style_classes,
-    join_markup,
-    paragraph,
 )
 from bnncli.session.run import Table
 
@@ -37,9 +34,7 @@ HEAD = [{"name": "head.weight", "offset": 0, "shape": [3, 4]}, {"name": "head.bi
         (99, ["cat", "dog", "7"], "parameter 99"),
     ],
 )
-def test_parameters_of_a_head_have_the_names_of_their_class_and_feature(
-    index: int, classes: list[str], name: str
-) -> None:
+def test_parameters_are_named_after_class_and_feature(index: int, classes: list[str], name: str) -> None:
     assert parameter_name({"param_layout": HEAD, "classes": classes}, index) == name
 
 
@@ -48,14 +43,6 @@ def test_long_names_of_classes_are_cut_and_what_cannot_be_shown_is_written_out()
     assert [class_name([name], 0) for name in ("'a\n\udcff", "\\" * 30)] == ["'a\\n\\udcff", "\\" * 24 + "..."]
     layout = [{"name": "w\x01", "offset": 0, "shape": [2]}]
     assert parameter_name({"param_layout": layout}, 1) == "w\\x01[1]"
-
-
-def test_an_error_becomes_a_sentence_with_the_command_that_helps() -> None:
-    command = describe_error(DataError("no features", hint="bnncli extract-features c.pt"))
-    assert command == Missing("No features.", "bnncli extract-features c.pt")
-    assert describe_error(DataError("x.h5 is damaged", hint="add \0force\0")) == Missing(
-        "x.h5 is damaged; add --force."
-    )
 
 
 def raising(error: BnnError) -> Callable[[], None]:
@@ -77,10 +64,6 @@ def test_what_is_wrong_with_artifacts_or_has_no_room_is_told_in_its_place() -> N
     assert try_find(lambda: 3) == 3
 
 
-def test_lists_and_differences_in_words() -> None:
-    assert [join_names(list("abc"[:n])) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
-
-
 @pytest.mark.parametrize(
     ("p_values", "told"),
     [
@@ -89,29 +72,12 @@ def test_lists_and_differences_in_words() -> None:
         ((0.01, 0.02, 0.5), "only a and b are significantly miscalibrated."),
     ],
 )
-def test_calibration_errors_are_more_than_chance_at_one_level_for_all_of_them(
-    p_values: tuple[float, ...], told: str
-) -> None:
+def test_calibration_errors_are_tested_at_one_joint_level(p_values: tuple[float, ...], told: str) -> None:
     known = [(name, {"value": 0.1, "floor": 0.02, "p_calibrated": p}) for name, p in zip("abc", p_values, strict=True)]
     text = describe_calibration("test", known)
     assert text.startswith("On test, stated confidence and accuracy differ by 10.0% (a), 10.0% (b) and 10.0% (c) on")
     assert "A calibrated model would differ by 2.0% by chance" in text
     assert told in text
-
-
-def test_texts_are_escaped_and_markup_is_not() -> None:
-    assert paragraph("a<b", element("b", "c&d"), "\n\udcff") == "<p>a&lt;b<b>c&amp;d</b>\\n\\udcff</p>"
-    assert element("img", src='"x"', alt="", hidden=True, class_=None) == '<img src="&quot;x&quot;" alt="" hidden>'
-    assert isinstance(join_markup("a", Markup("<hr>"), by=", "), Markup)
-
-
-def test_styles_that_come_again_become_classes() -> None:
-    text = Markup(
-        '<a style="x: 1"></a><b style="y: 2"></b><c style="x: 1"></c><d style="y: 2"></d><e style="z: 3"></e>'
-    )
-    found, rules = extract_style_classes(text)
-    assert found == '<a class="s0"></a><b class="s1"></b><c class="s0"></c><d class="s1"></d><e style="z: 3"></e>'
-    assert rules.splitlines() == [".s0 { x: 1 }", ".s1 { y: 2 }"]
 
 
 def test_a_text_that_reads_like_a_style_stays_a_text() -> None:
