@@ -169,7 +169,7 @@ def test_training_is_that_of_the_network_beside_it(laplace: Header, monkeypatch:
     network = read_header(laplace.path.with_name("map.safetensors"))
     told = replace(network, meta={**network.meta, "gradient_passes": 100})
     monkeypatch.setattr(
-        "bnncli.artifacts.files.read_header", lambda path: told if path == network.path else read_header(path)
+        "bnncli.session.costs.read_header", lambda path: told if path == network.path else read_header(path)
     )
     assert total_cost(laplace).training == 100
     assert total_cost(told) == TotalCost(0.0, 0.0, 100.0)
