@@ -66,7 +66,7 @@ _WAITING: ContextVar[list[PendingFile] | None] = ContextVar("waiting", default=N
 
 
 def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, poll: bool = True) -> None:
-    """Write a file under a temporary name and rename it into place; inside `published_together`, at the end of the block.
+    """Write a file under a temporary name and rename it into place; inside `publish_together`, at the end of the block.
 
     Of the workers of one command, only the first writes.
 
@@ -192,7 +192,7 @@ def _sync_name(target: Path) -> None:
 
 @contextmanager
 def publish_immediately() -> Iterator[None]:
-    """Publish files immediately inside the block, even inside `published_together`."""
+    """Publish files immediately inside the block, even inside `publish_together`."""
     token = _WAITING.set(None)
     try:
         yield

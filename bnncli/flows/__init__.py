@@ -54,8 +54,7 @@ class FlowLayer(Protocol):
     Args:
         recipe: default training.
         settings: names of its settings: those that its file declares in SETTINGS, which are options of refine, and
-            index, its
-          place among the layers. Each is also an attribute of the layer, with its resolved value.
+            index, its place among the layers. Each is also an attribute of the layer, with its resolved value.
         spaces: where it can act, the default first.
         maps: how its stored parameters become those of its formula.
     """
@@ -163,8 +162,7 @@ def choose_recipe(kind: str, *, is_of_network: bool = False, **choices: Any) -> 
 
     Args:
         is_of_network: whether each draw of theta costs a forward pass of a whole network for each example of a step.
-            Kinds
-          that use all data in a step for the last layer then use minibatches.
+            Kinds that use all data in a step for the last layer then use minibatches.
     """
     own: Recipe = class_attribute("flows", kind, "recipe")
     if is_of_network and own.batch_size > MINIBATCHES.batch_size:

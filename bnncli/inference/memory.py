@@ -315,7 +315,7 @@ def require_draws(
     """Check that draws of theta fit on the device, and stored ones on the CPU, where they are read.
 
     Args:
-        num_params, num_used, num_stored: as in drawn_bytes.
+        num_params, num_used, num_stored: as in draw_prediction_bytes.
         option: option that limits how many are used.
 
     Raises:

@@ -2,8 +2,7 @@
 
 Each is a frozen dataclass derived from Integrator, or from SamplingIntegrator where it draws; these two and Ready
 declare every hook with its default. Its fields are its settings, options of the same names, which its file declares in
-SETTINGS;
-settings other than the default become part of the prediction's name (`variant`).
+SETTINGS; settings other than the default become part of the prediction's name (`variant`).
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Prediction:
 
     Args:
         probs: (N, C) float32, rows sum to one, unless each class is a label by itself; with a single logit C = 2 and
-            the
-          columns are [1 - p, p].
+            the columns are [1 - p, p].
         entropy: (N,) float32, nats, of the mean probabilities; summed over the labels in multi-label data.
         mutual_info: (N,) float32, nats: entropy of the mean minus mean entropy of the draws, at least 0; None
           where the integrator has no draws.

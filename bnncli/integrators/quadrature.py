@@ -65,8 +65,8 @@ class Quadrature(Integrator):
 
     Args:
         rule: trapezoid; or gauss-hermite, whose error grows with the logit's standard deviation s: with 250 points
-            1e-15
-          at s = 1, 1e-10 at 4, 1e-5 at 10 and 0.02 at 100, where its nodes are too far apart for the sigmoid's step.
+            1e-15 at s = 1, 1e-10 at 4, 1e-5 at 10 and 0.02 at 100, where its nodes are too far apart for the
+            sigmoid's step.
         points: nodes. With 250 the trapezoid rule's error is below 1e-13 for every mean and variance, relative to the
           smaller probability; with 150 it is 1e-9, with 100 1e-5. Of its two forms the one in z takes a quarter of
           them.

@@ -67,10 +67,10 @@ class Method(ABC):
     @property
     def target(self) -> Path:
         """Return the path of the posterior."""
-        return posterior_path(self.inputs.run, self._default_name, kind=self.kind)
+        return posterior_path(self.inputs.run, self.default_name, kind=self.kind)
 
     @property
-    def _default_name(self) -> str:
+    def default_name(self) -> str:
         return f"{self.name}{self.inputs.options.layers_suffix}"
 
     @property
@@ -136,7 +136,7 @@ def run_fit(method: Method) -> Result:
 
     request = posterior_request(
         run,
-        method._default_name,
+        method.default_name,
         kind=method.kind,
         params=method.params,
         algo_rev=method.algo_rev,

@@ -175,7 +175,7 @@ def _publish_result(
         warnings=[text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings],
     )
     _check_sources(request.sources)
-    digest = _publish_together(computed, provenance, may_replace=decision.action == "replace")
+    digest = _publish_and_agree(computed, provenance, may_replace=decision.action == "replace")
     run.followed.clear()
     action = "replaced" if decision.action == "replace" else "computed"
     return _result(request, action, digest, computed)
@@ -189,7 +189,7 @@ def _share_decision(run: Run, request: Request) -> Decision:
     return replace(told, header=_decide(run, request).header) if told.action == "skip" else told
 
 
-def _publish_together(computed: ComputationOutput, provenance: dict[str, Any], *, may_replace: bool) -> str:
+def _publish_and_agree(computed: ComputationOutput, provenance: dict[str, Any], *, may_replace: bool) -> str:
     """Publish and return the digest.
 
     Raises:

@@ -219,7 +219,7 @@ class Voice(Progress, Protocol):
 
 @dataclass
 class Run:
-    """One invocation of a command, passed to its `run`.
+    """One invocation of a command, passed to its `execute`.
 
     Attributes:
         line: the command line, with options from the environment and configuration file.

@@ -37,12 +37,12 @@ class CurvatureChoice:
 
 
 USUAL = CurvatureChoice()
-_FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
+STRUCTURE_FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
 
 
 def structures_of(*, is_last_layer: bool) -> list[str]:
     """Return the structures of the last layer, or of other layers, the one closest to the posterior first."""
-    return registry.in_order(_FAMILIES[not is_last_layer])
+    return registry.in_order(STRUCTURE_FAMILIES[not is_last_layer])
 
 
 def kinds_of(structure: str) -> tuple[str, ...]:

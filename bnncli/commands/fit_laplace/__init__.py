@@ -27,11 +27,11 @@ from bnncli.session.out_of_fold import load_fitted
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import has_labeled_val
 from bnncli.targets.curvature_choice import (
-    _FAMILIES,
     DEFAULT_RANK,
     DEFAULT_SIZE,
     GGN,
     KINDS,
+    STRUCTURE_FAMILIES,
     CurvatureChoice,
     kinds_of,
     structures_of,
@@ -47,7 +47,7 @@ def _describe_family(family: str) -> str:
 
 
 def _list_structures() -> tuple[str, ...]:
-    return "auto", *dict.fromkeys(name for family in reversed(_FAMILIES) for name in registry.in_order(family))
+    return "auto", *dict.fromkeys(name for family in reversed(STRUCTURE_FAMILIES) for name in registry.in_order(family))
 
 
 def _structure_help() -> str:

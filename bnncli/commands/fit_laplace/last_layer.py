@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.commands.fit_laplace import FitLaplaceOptions
-    from bnncli.targets.target import CurvedTarget
 
 
 def check_last_layer(inputs: FitInputs, options: FitLaplaceOptions) -> None:
@@ -418,11 +417,73 @@ class SearchExamples(NamedTuple):
 _NEAR = 10**0.5  # factor around one structure's best precision to search for another's, before searching everywhere
 
 
+@dataclass(frozen=True)
+class _Searcher:
+    """Searches for the prior precision of a target, with any structure.
+
+    Args:
+        target: log posterior of all examples.
+        lift: map from the span of the features to all of theta, if the fit is in the span.
+        examples: what a search reads of the target and of val.
+    """
+
+    run: Run
+    criterion: str
+    center: str
+    target: LastLayerTarget
+    lift: RowLift | None
+    examples: SearchExamples
+
+    def search(
+        self,
+        searched: str,
+        *,
+        fitted: str | None = None,
+        start: Tensor,
+        generator: torch.Generator,
+        bounds: tuple[float, float] = BOUNDS,
+    ) -> PriorSearch:
+        """Search with one structure; fit another, or all examples, at the precision that was found.
+
+        Args:
+            searched, fitted: the structures; by default the same.
+        """
+        with counting_passes(self.examples.share):
+            found = search(
+                self.examples.target,
+                start=start,
+                generator=generator,
+                structure=searched,
+                center=self.center,
+                criterion=self.criterion,
+                held_out=self.examples.held_out,
+                bounds=bounds,
+                is_large=self.examples.is_large,
+                lift=None if self.criterion == "loo" else self.lift,
+                progress=self.run.console,
+            )
+        fitted = fitted or searched
+        if searched == fitted and self.examples.share == 1:
+            return found
+        return replace(found, fit=_refit(found, self.target, fitted, self.center, start, self.run.console))
+
+    def search_near(
+        self, structure: str, *, start: Tensor, generator: torch.Generator, around: float | None
+    ) -> PriorSearch:
+        """Search near the precision `around` if given, and everywhere if the best one is not inside that range."""
+        if around is not None:
+            bounds = max(BOUNDS[0], around / _NEAR), min(BOUNDS[1], around * _NEAR)
+            near = self.search(structure, start=start, generator=generator.clone_state(), bounds=bounds)
+            if not near.at_edge:
+                return near
+        return self.search(structure, start=start, generator=generator)
+
+
 def _fit_on_train(
     run: Run,
     options: FitLaplaceOptions,
     criterion: str,
-    structure: str,
+    closest: str,
     target: LastLayerTarget,
     *,
     start: Tensor,
@@ -431,67 +492,41 @@ def _fit_on_train(
     val: Split | None,
     only_draws: bool,
 ) -> _Fitted:
-    """Fit to the training split, at the given prior precision or at the one that `criterion` chooses."""
+    """Fit to the training split, at the given prior precision or at the one that `criterion` chooses.
+
+    Args:
+        closest: the structure to fit, closest to the posterior; val may choose a simpler one.
+    """
     center = options.own_center
     if criterion == "number":
-        fit = fit_gaussian(target, structure=structure, center=center, start=start, progress=run.console)
+        fit = fit_gaussian(target, structure=closest, center=center, start=start, progress=run.console)
         return _Fitted(fit, None, {})
     if criterion == "loo":
-        searched = SearchExamples(target, LeftOutExamples.of(target, run.stream("fit-laplace/loo")), {})
+        examples = SearchExamples(target, LeftOutExamples.of(target, run.stream("fit-laplace/loo")), {})
     elif lift is None:
-        searched = _examples_to_search(run, target, held_out, val, center=center)
+        examples = _examples_to_search(run, target, held_out, val, center=center)
     else:
-        searched = SearchExamples(target, held_out, {})
+        examples = SearchExamples(target, held_out, {})
+    searcher = _Searcher(run, criterion, center, target, lift, examples)
 
-    def search_by(
-        by: str, structure: str, start: Tensor, generator: torch.Generator, bounds: tuple[float, float] = BOUNDS
-    ) -> PriorSearch:
-        with counting_passes(searched.share):
-            found = search(
-                searched.target,
-                start=start,
-                generator=generator,
-                structure=by,
-                center=center,
-                criterion=criterion,
-                held_out=searched.held_out,
-                bounds=bounds,
-                is_large=searched.is_large,
-                lift=None if criterion == "loo" else lift,
-                progress=run.console,
-            )
-        if by == structure and searched.share == 1:
-            return found
-        return replace(found, fit=_refit(found, target, structure, center, start, run.console))
-
-    def search_at(
-        *, structure: str, start: Tensor, generator: torch.Generator, around: float | None = None
-    ) -> PriorSearch:
-        if around is not None:
-            bounds = max(BOUNDS[0], around / _NEAR), min(BOUNDS[1], around * _NEAR)
-            near = search_by(structure, structure, start, generator.clone_state(), bounds)
-            if not near.at_edge:
-                return near
-        return search_by(structure, structure, start, generator)
+    fitted, searched = closest, closest
+    if (
+        criterion == "val" and lift is None
+    ):  # a search fits ten Gaussians or more: quicker ones, where that saves enough
+        if options.structure == "auto":
+            num_examples = examples.target.num_examples
+            fitted = rough_structure_to_search(run, closest, target.layout, num_examples=num_examples)
+        searched = _structure_to_search(run, fitted, target.layout)
+    found = searcher.search(searched, fitted=fitted, start=start, generator=run.stream("fit-laplace/val"))
 
     compared: dict[str, float] | None = None
-    closest, quick = structure, structure
-    if criterion == "val" and lift is None:
-        if options.structure == "auto":
-            num_examples = searched.target.num_examples
-            structure = rough_structure_to_search(run, structure, target.layout, num_examples=num_examples)
-        quick = _structure_to_search(run, structure, target.layout)
-    found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
     plug_in = None if only_draws else found.plug_in
     is_free = options.structure == "auto" and criterion == "val"
     found = _prefer_plug_in(found, plug_in, target, closest if is_free else None, center, run.console)
     if is_free and found.integrator == SAMPLED:
-        whole = None if lift is None else lift.layout
-        found, compared = _choose_structure_by_val(
-            run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
-        )
+        found, compared = _choose_structure_by_val(searcher, found, closest=closest)
         found = _prefer_plug_in(found, plug_in, target, closest, center, run.console)
-    return _Fitted(found.fit, found, searched.counts, compared)
+    return _Fitted(found.fit, found, examples.counts, compared)
 
 
 def _examples_to_search(
@@ -624,27 +659,19 @@ def _prefer_plug_in(
 
 
 def _choose_structure_by_val(
-    run: Run,
-    target: CurvedTarget,
-    found: PriorSearch,
-    search_at: Callable[..., PriorSearch],
-    *,
-    closest: str,
-    layout: MatrixLayout,
-    whole: MatrixLayout | None,
+    searcher: _Searcher, found: PriorSearch, *, closest: str
 ) -> tuple[PriorSearch, dict[str, float] | None]:
     """Choose among the quick structures by their NLL on val. Where the exact one is quick, take it without comparing.
 
     Args:
         found: search with the closest structure or a rougher one.
-        search_at: searches with another structure, from `start` with `generator`, near the precision `around` if given.
         closest: the structure closest to the posterior.
-        layout, whole: as for structure_to_fit.
 
     Returns:
         The search with the chosen structure, and the val NLL of each structure compared; None where none were.
     """
-
+    run, target = searcher.run, searcher.target
+    layout, whole = target.layout, None if searcher.lift is None else searcher.lift.layout
     gaussian = found.fit.gaussian
     first = gaussian.covariance.structure
     quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole)
@@ -654,15 +681,15 @@ def _choose_structure_by_val(
     if others and closest in registry.list_declaring("curvature", "is_exact"):
         if first != closest:
             generator = run.stream("fit-laplace/val")
-            found = search_at(structure=closest, start=gaussian.mean, generator=generator, around=found.best)
+            found = searcher.search_near(closest, start=gaussian.mean, generator=generator, around=found.best)
         return found, None
     if len(others) < 2:
         return found, None
     choice = choose_structure(target.with_prior(gaussian.require_prior()), found.fit, others, judge=found.judge)
     if choice.structure != first:
         is_closer = others.index(choice.structure) < others.index(first)
-        again = search_at(
-            structure=choice.structure,
+        again = searcher.search_near(
+            choice.structure,
             start=gaussian.mean,
             generator=run.stream("fit-laplace/val"),
             around=found.best if is_closer else None,
