@@ -36,21 +36,19 @@ from bnncli.session.costs import Cost
 from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import (
     Split,
+    keep_if_held_out,
+    load_fitted,
     load_split,
     open_samples,
     posterior_prior,
     posterior_source,
     read_recorded_prior,
-)
-from bnncli.session.metrics import HmcMetrics
-from bnncli.session.network_splits import NetworkReader, network_sources
-from bnncli.session.out_of_fold import (
-    keep_if_held_out,
-    load_fitted,
-    read_fitted_splits,
     require_features,
     unique_sources,
 )
+from bnncli.session.metrics import HmcMetrics
+from bnncli.session.network_splits import NetworkReader, network_sources
+from bnncli.session.out_of_fold import read_fitted_splits
 from bnncli.session.predictions import find_named
 from bnncli.session.produce import Request
 from bnncli.session.revisions import is_another

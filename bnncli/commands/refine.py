@@ -37,9 +37,17 @@ from bnncli.registry import names
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
 from bnncli.session.fits import Base, FitInputs, FitOutput, Fitting, Method, Report, run_fit
-from bnncli.session.inputs import Split, open_posterior, posterior_prior, posterior_source
+from bnncli.session.inputs import (
+    Split,
+    keep_if_held_out,
+    load_fitted,
+    open_posterior,
+    posterior_prior,
+    posterior_source,
+    require_features,
+)
 from bnncli.session.metrics import RefineMetrics
-from bnncli.session.out_of_fold import fit_on_meta, keep_if_held_out, load_fitted, read_fitted_splits, require_features
+from bnncli.session.out_of_fold import fit_on_meta, read_fitted_splits
 from bnncli.session.predictions import find_base
 from bnncli.session.predictor import default_integrator
 from bnncli.session.prior_choice import (

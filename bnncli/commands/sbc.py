@@ -52,8 +52,17 @@ from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import Progress
-from bnncli.session.inputs import Split, load_split, open_posterior, posterior_source, read_recorded_prior
-from bnncli.session.out_of_fold import TRAIN, load_fitted, read_fitted_splits, require_features
+from bnncli.session.inputs import (
+    TRAIN,
+    Split,
+    load_fitted,
+    load_split,
+    open_posterior,
+    posterior_source,
+    read_recorded_prior,
+    require_features,
+)
+from bnncli.session.out_of_fold import read_fitted_splits
 from bnncli.session.predictions import find_named
 from bnncli.session.run import Result, Run, Table, source_json
 from bnncli.targets.last_layer import LastLayerTarget

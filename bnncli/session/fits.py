@@ -26,17 +26,20 @@ from bnncli.options.shared import LayersOptions, TargetOptions
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.session import predictions
-from bnncli.session.inputs import Split, head_tensors, open_posterior, posterior_prior, posterior_source
-from bnncli.session.metrics import BaseMetrics
-from bnncli.session.network_splits import network_sources
-from bnncli.session.out_of_fold import (
-    fit_on_meta,
+from bnncli.session.inputs import (
+    Split,
+    head_tensors,
     keep_if_held_out,
     load_fitted,
-    read_fitted_splits,
+    open_posterior,
+    posterior_prior,
+    posterior_source,
     require_features,
     unique_sources,
 )
+from bnncli.session.metrics import BaseMetrics
+from bnncli.session.network_splits import network_sources
+from bnncli.session.out_of_fold import fit_on_meta, read_fitted_splits
 from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import load_labeled_val, warn_if_worse

@@ -34,7 +34,11 @@ from bnncli.system.devices import available_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.artifacts.headers import Header
+    from bnncli.artifacts.provenance import Source
+    from bnncli.parameters.prior import Prior
     from bnncli.posteriors.point import Point
+    from bnncli.session.run import Run
     from bnncli.targets.last_layer import LastLayerTarget
 
 
@@ -146,6 +150,8 @@ def _is_kin(header: Header, digest: str, weights_digest: str | None) -> bool:
 
 
 RESIDENT_SHARE = 0.25  # share of free GPU memory for a split's features; system.memory.SHARE covers the rest
+
+
 PREDICTION_BYTES = 1 << 30  # features that predict holds on the device at once; fixed, because sums depend on it
 
 
@@ -477,3 +483,43 @@ def head_tensors(train: Split) -> dict[str, Tensor]:
     """Return the network's head, stored with every posterior; empty without one."""
     parts = {"head.weight": train.content.head_weight, "head.bias": train.content.head_bias}
     return {name: torch.from_numpy(part) for name, part in parts.items() if part is not None}
+
+
+TRAIN, VAL, BOTH = FIT_ON = ("train", "val", "train+val")
+
+
+def require_features(run: Run) -> None:
+    """Check that the run has features, before bases are looked for.
+
+    Raises:
+        MissingInput: it has none; names the command that creates them.
+    """
+    if not run.folder.splits():
+        load_split(run, TRAIN)
+
+
+def load_fitted(run: Run, wanted: str) -> Split:
+    """Load the labelled rows of train, of val, or of train and then val, as one split.
+
+    Raises:
+        MissingInput, DataError: a split is missing, unusable or unlabelled.
+    """
+    first, *others = (load_split(run, name).check_labeled() for name in wanted.split("+"))
+    if not others:
+        return first
+    parts = [first.content, *(other.content for other in others)]
+    features = np.concatenate([part.features for part in parts])
+    labels = np.concatenate([part.labels for part in parts if part.labels is not None])
+    content = replace(first.content, features=features, labels=labels, sample_id=np.arange(len(labels)), names=None)
+    return replace(first, content=content, also=tuple(other.source for other in others))
+
+
+def keep_if_held_out(fitted: Split, split: Split | None) -> Split | None:
+    """Return the split if none of its rows are fitted to, else None."""
+    is_fitted = split is not None and split.source in fitted.sources
+    return None if is_fitted else split
+
+
+def unique_sources(*splits: Split | None) -> list[Source]:
+    """Return the sources of splits without repetition."""
+    return list(dict.fromkeys(source for split in splits if split is not None for source in split.sources))

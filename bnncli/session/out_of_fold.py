@@ -11,26 +11,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bnncli.artifacts.posteriors import read_tensor
 from bnncli.errors import DataError
 from bnncli.lazy import torch
-from bnncli.session.inputs import Split, load_split
+from bnncli.session.inputs import FIT_ON, TRAIN, VAL, Split
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.artifacts.headers import Header
-    from bnncli.artifacts.provenance import Source
     from bnncli.parameters.prior import Prior
     from bnncli.posteriors.gaussian import Gaussian
     from bnncli.posteriors.stack import Stack
-    from bnncli.session.run import Run
     from bnncli.structures import Covariance
     from bnncli.targets.last_layer import LastLayerTarget
 
-TRAIN, VAL, BOTH = FIT_ON = ("train", "val", "train+val")
+
 _FEW = 0.02  # largest share of all rows in a fold that reuses the covariance of the whole fit
 
 
@@ -50,43 +46,6 @@ def read_fitted_splits(header: Header | None) -> str:
 def fit_on_meta(base: Header | None) -> dict[str, str]:
     """Return the meta entry for the rows a posterior inherits from its base; empty for train."""
     return {} if read_fitted_splits(base) == TRAIN else {"fit_on": read_fitted_splits(base)}
-
-
-def require_features(run: Run) -> None:
-    """Check that the run has features, before bases are looked for.
-
-    Raises:
-        MissingInput: it has none; names the command that creates them.
-    """
-    if not run.folder.splits():
-        load_split(run, TRAIN)
-
-
-def load_fitted(run: Run, wanted: str) -> Split:
-    """Load the labelled rows of train, of val, or of train and then val, as one split.
-
-    Raises:
-        MissingInput, DataError: a split is missing, unusable or unlabelled.
-    """
-    first, *others = (load_split(run, name).check_labeled() for name in wanted.split("+"))
-    if not others:
-        return first
-    parts = [first.content, *(other.content for other in others)]
-    features = np.concatenate([part.features for part in parts])
-    labels = np.concatenate([part.labels for part in parts if part.labels is not None])
-    content = replace(first.content, features=features, labels=labels, sample_id=np.arange(len(labels)), names=None)
-    return replace(first, content=content, also=tuple(other.source for other in others))
-
-
-def keep_if_held_out(fitted: Split, split: Split | None) -> Split | None:
-    """Return the split if none of its rows are fitted to, else None."""
-    is_fitted = split is not None and split.source in fitted.sources
-    return None if is_fitted else split
-
-
-def unique_sources(*splits: Split | None) -> list[Source]:
-    """Return the sources of splits without repetition."""
-    return list(dict.fromkeys(source for split in splits if split is not None for source in split.sources))
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,14 @@ from bnncli.registry import has_attribute, names
 from bnncli.session.inputs import (
     Split,
     block_rows,
+    load_fitted,
     load_split,
     on_device,
     open_posterior,
     posterior_prior,
     require_draws,
 )
-from bnncli.session.out_of_fold import is_fitted_to, load_fitted, out_of_fold, read_fitted_splits
+from bnncli.session.out_of_fold import is_fitted_to, out_of_fold, read_fitted_splits
 from bnncli.session.run import Run
 from bnncli.system.workers import gather_at_leader, is_leader, team
 from bnncli.targets.blocks import row_slices

@@ -22,8 +22,7 @@ from bnncli.options.command import COMPUTE, Command, NameOptions
 from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.shared import LayersOptions
 from bnncli.session.fits import FitInputs, run_fit
-from bnncli.session.inputs import Split, load_split
-from bnncli.session.out_of_fold import load_fitted
+from bnncli.session.inputs import Split, load_fitted, load_split
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import has_labeled_val
 from bnncli.targets.curvature_choice import (

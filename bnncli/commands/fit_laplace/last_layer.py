@@ -47,8 +47,8 @@ from bnncli.progress import Progress
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
 from bnncli.session.fits import FitInputs, FitOutput, Fitting
-from bnncli.session.inputs import Split
-from bnncli.session.out_of_fold import VAL, GaussianFolds, select_fitted_rows
+from bnncli.session.inputs import VAL, Split
+from bnncli.session.out_of_fold import GaussianFolds, select_fitted_rows
 from bnncli.session.row_spaces import row_space, span_to_fit
 from bnncli.session.run import Run
 from bnncli.system.devices import estimate_speed
