@@ -267,21 +267,27 @@ def test_without_hidden_layers_the_val_split_chooses_the_slab(cli: Cli, small_ru
     assert hidden["metrics"]["slab_sd"] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("num_outputs", [1, 3])
-def test_the_nll_of_repeats_is_that_of_the_mean_probability(num_outputs: int) -> None:
-    layout = NetworkLayout((4, num_outputs))
+@pytest.mark.parametrize(("num_outputs", "likelihood"), [(1, None), (3, None), (3, "multilabel")])
+def test_the_nll_of_repeats_is_that_of_the_mean_probability(num_outputs: int, likelihood: str | None) -> None:
+    layout = NetworkLayout((4, num_outputs), likelihood)
     start = initial_factors(layout, 2, seeded(0), mean_range=2)
     model = LatentModel(layout, start, SpikeAndSlab.constant(1))
     features = torch.randn(7, 4, generator=seeded(1))
     labels = torch.arange(7) % layout.num_classes
+    if likelihood is not None:
+        labels = torch.randint(2, (7, 3), generator=seeded(3), dtype=torch.uint8)
     found = nll_of_repeats(model, features, labels, seeded(2))
     rng = seeded(2)
     for repeat, value in enumerate(found.tolist()):
         theta = layout.join(*model.draw_weights(torch.full((10,), repeat), rng))
         logits = layout.logits(features, theta).double()
-        logits = torch.cat([torch.zeros_like(logits), logits], dim=2) if num_outputs == 1 else logits
-        probs = logits.softmax(dim=2).mean(dim=0)
-        assert value == pytest.approx(log_loss(labels, probs, labels=range(layout.num_classes)), rel=1e-5)
+        if likelihood is not None:
+            expected = torch.nn.functional.binary_cross_entropy(logits.sigmoid().mean(dim=0), labels.double()).item()
+        else:
+            logits = torch.cat([torch.zeros_like(logits), logits], dim=2) if num_outputs == 1 else logits
+            probs = logits.softmax(dim=2).mean(dim=0)
+            expected = log_loss(labels, probs, labels=range(layout.num_classes))
+        assert value == pytest.approx(expected, rel=1e-5)
 
 
 def test_standardised_inputs_give_a_posterior_for_inputs_as_they_are(cli: Cli, small_run: Path) -> None:

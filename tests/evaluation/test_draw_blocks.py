@@ -123,6 +123,11 @@ def test_estimate_and_p_value_are_those_of_loops_over_blocks_and_signs() -> None
     assert 1 / 41 < expected < 1  # else nothing is compared
 
 
+def test_the_same_chains_twice_show_no_difference() -> None:
+    x = small_sides()[0]
+    assert compare(x, replace(x, draws=x.draws.clone())).p_value == 1.0
+
+
 def test_the_standard_error_is_the_jackknife_of_a_loop_over_pairs_of_blocks() -> None:
     x, y = small_sides()
     bandwidth = median_distance(squared_distances(x.draws, y.draws).yy)

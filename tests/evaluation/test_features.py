@@ -71,6 +71,14 @@ def test_features_that_never_vary_or_repeat_others_change_nothing() -> None:
         np.testing.assert_allclose(values, plain[name], rtol=1e-4, atol=1e-3)
 
 
+def test_the_scale_of_a_feature_does_not_matter() -> None:
+    train, labels = make_split()
+    scale = torch.tensor([1e-6, 1e-3, 1, 1, 1e3, 1e6])
+    plain, scaled = (Mahalanobis.fit(x, labels, device=CPU).scores(x) for x in (train, train * scale))
+    for name, values in scaled.items():
+        np.testing.assert_allclose(values, plain[name], rtol=1e-4, atol=1e-4)
+
+
 def test_features_that_are_constant_within_classes_are_refused() -> None:
     labels = torch.arange(30) % 3
     constant = 100 + labels.float()

@@ -204,6 +204,16 @@ def test_affine_learns_correlations_of_either_sign(scale: str, correlation: floa
     torch.testing.assert_close(jacobian.T @ jacobian, covariance, rtol=0, atol=1e-3)
 
 
+def test_points_near_a_narrow_center_of_radial_come_back_with_all_digits() -> None:
+    layer: Any = make_layer("radial", 5)
+    with torch.no_grad():
+        layer.x0.zero_()
+        layer.raw_alpha.fill_(-20.0)
+        layer.raw_beta.zero_()
+        points = 1e-9 * draw_points(5)
+        torch.testing.assert_close(layer.inverse(layer(points)[0]), points, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "why"),
     [
@@ -216,6 +226,19 @@ def test_affine_learns_correlations_of_either_sign(scale: str, correlation: floa
 def test_settings_that_a_flow_does_not_take_are_refused(kind: str, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         start_layer(kind, 30, **settings)
+
+
+@pytest.mark.parametrize("angle", [1e-7, 1.0, 3.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_householder_turns_by_the_angle_it_says(angle: float, sign: float) -> None:
+    layer: Any = start_layer("householder", 5)
+    with torch.no_grad():
+        for vector, turn in ((layer.first, 0.0), (layer.second, angle / 2)):
+            vector.copy_(3 * torch.tensor([math.cos(turn), math.sin(turn), 0, 0, 0], dtype=torch.float64))
+        layer.second.mul_(sign)  # the same reflection
+        image = layer(torch.eye(5, dtype=torch.float64)[:1])[0][0]
+    assert layer.summary()["angle"] == pytest.approx(angle)
+    assert math.atan2(float(image[1]), float(image[0])) == pytest.approx(angle)
 
 
 def test_householder_is_for_weight_space_alone_and_says_why() -> None:

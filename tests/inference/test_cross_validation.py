@@ -68,7 +68,7 @@ def left_out_losses(
 def test_the_curve_is_the_nll_of_rows_that_their_fold_has_not_seen(scale: float) -> None:
     layout = HeadLayout(1, 4, has_bias=False)
     whole = head_target(layout, 40, labels=by_noisy_sign)
-    folds = stratified_folds(whole.labels, 5, seeded(1))
+    folds = (torch.arange(40) // 4).clamp(max=4)  # of 4 rows, and one of 24
     means = [scale * (1 + place / 10) * normal(4, seed=3) for place in range(5)]  # each fold has its own
 
     def fold(place: int) -> Fold:

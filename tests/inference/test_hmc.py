@@ -27,6 +27,7 @@ from bnncli.inference.dynamics import (
     WhitenedPotential,
     adaptation_statistic,
     integrate,
+    num_trajectory_gradients,
     trajectory,
     trajectory_stages,
     transition,
@@ -181,6 +182,14 @@ def test_parts_of_a_trajectory_make_its_whole_length_and_are_the_same_backwards(
     assert [(one.before, one.whole, one.after) for one in trajectory_stages(num_steps, 0.1, dynamics="leapfrog")] == [
         pytest.approx((0.05, 0.1, 0.05))
     ] * num_steps
+
+
+def test_a_trajectory_takes_whole_steps_of_two_or_three_stages() -> None:
+    lengths = (0.2, 1, 1.5, 3, 3.1, 4.5, 6.5, 127.5)
+    counts = [num_trajectory_gradients(length, 1.0, dynamics="split") for length in lengths]
+    assert counts == [1, 1, 2, 3, 4, 6, 8, 128]
+    assert [num_trajectory_gradients(length, 1.0, dynamics="leapfrog") for length in (4.5, 200)] == [5, 128]
+    assert num_trajectory_gradients(9.5, 1.0, dynamics="split", most=5) == 5
 
 
 @pytest.mark.parametrize("num_steps", [3, 4])

@@ -82,7 +82,8 @@ def test_a_polished_mode_keeps_to_the_tolerance(layout: HeadLayout, tolerance: f
     precision = ggn(target, found.theta, "full")["hessian.full"] + 0.3 * torch.eye(layout.num_params)
     gap = found.theta - torch.tensor(mode_by_scipy(target))
     assert float(gap @ precision @ gap) ** 0.5 < 1.2 * tolerance + 1e-6
-    assert found.log_joint == pytest.approx(target.log_joint(found.theta[None]).item(), abs=tolerance)
+    # The quadratic model predicts what the last step gains to about 15 %.
+    assert found.log_joint == pytest.approx(target.log_joint(found.theta[None]).item(), abs=0.04 * tolerance)
 
 
 def test_starting_at_the_mode_takes_no_step() -> None:
@@ -273,6 +274,25 @@ def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mode_module, "MAX_FULL_PRECONDITIONER", 10)
 
 
+@pytest.mark.parametrize("coarse_from", [0.0, 1e9])
+def test_what_ends_a_search_was_looked_at_with_all_digits(monkeypatch: pytest.MonkeyPatch, coarse_from: float) -> None:
+    as_large(monkeypatch)
+    monkeypatch.setattr(mode_module, "_COARSE_FROM", coarse_from)
+    looks: list[tuple[bool, bool]] = []
+    newton_step = mode_module._newton_step
+
+    def kept(target: LastLayerTarget, here: mode_module._Place, **more: object) -> mode_module._Step:
+        step = newton_step(target, here, **more)
+        looks.append((here.is_coarse, step.is_rough))
+        return step
+
+    monkeypatch.setattr(mode_module, "_newton_step", kept)
+    target = head_target(HeadLayout(6, 20), 400, prior=0.1, dtype=torch.float32)
+    start = 3 * torch.randn(target.layout.num_params, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    find_mode(target, start)
+    assert looks[-2:] == [(coarse_from == 0, True), (False, False)]
+
+
 def true_decrement(target: LastLayerTarget, found: Mode) -> float:
     _, gradient = target.log_joint_and_grad(found.theta.unsqueeze(0), dtype=torch.float64)
     return float(covariance_at(target, found.theta, "full").covariance.pull_back(gradient).norm())
@@ -461,3 +481,13 @@ def test_steps_of_a_trust_region_are_those_of_the_quadratic_model(radius: float,
         assert step.decrement == pytest.approx(math.sqrt(2 * model))
     else:
         assert step.length == pytest.approx(radius)
+
+
+def test_steps_of_a_trust_region_go_along_negative_curvature_to_its_edge() -> None:
+    matrix = torch.diag(torch.tensor([2.0, -1.0], dtype=torch.float64))
+    gradient = torch.tensor([[1.0, 1e-3]], dtype=torch.float64)
+    step = solve_within(lambda z: z @ matrix, gradient, radius=5.0, accuracy=1e-6, most_products=9)
+    assert (step.is_inside, step.length) == (False, pytest.approx(5.0))
+    assert abs(float(step.z[0, 1])) > 4.9
+    model = float((gradient * step.z).sum() - 0.5 * (step.z @ matrix * step.z).sum())
+    assert step.promised == pytest.approx(model)

@@ -14,7 +14,7 @@ from torch import Tensor
 from bnncli.errors import NumericError
 from bnncli.evaluation.convergence import RankLaw
 from bnncli.inference import simulation as sghmc_refit
-from bnncli.inference.dynamics import DrawSubset, WhiteCoordinates
+from bnncli.inference.dynamics import DrawSubset, MemoryDraws, WhiteCoordinates
 from bnncli.inference.sghmc import (
     SghmcPlan,
     SghmcRun,
@@ -165,6 +165,18 @@ def test_a_preconditioner_that_stands_still_keeps_the_gaussian() -> None:
     square = torch.tensor([1.0, 4.0, 0.25])
     draws = sample_sghmc(gaussian_target(), plan, start=zeros, generator=seeded(), square=square).draws.double()
     assert_variances(draws, torch.tensor([0.25, 0.25, 1.0], dtype=torch.float64) * 1.02)
+
+
+def test_a_resumed_run_has_the_same_draws() -> None:
+    target, start = head_target(HeadLayout(3, 4), 40, dtype=torch.float32), torch.zeros(3, 15)
+    plan, states, store = SghmcPlan(12, 2, 2, 3, 7, 0.1, 0.3), [], MemoryDraws()
+    whole = sample_sghmc(target, plan, start=start, generator=seeded(), save=lambda state, _: states.append(state))
+    middle = next(state for state in states if len(state["num_steps"]) > 0)
+    for draw in whole.draws[:, : len(middle["num_steps"])].unbind(dim=1):
+        store.append(draw)
+    again = sample_sghmc(target, plan, start=start + 9, generator=seeded(8), store=store, state=middle)
+    assert torch.equal(again.draws, whole.draws)
+    assert torch.equal(again.history, whole.history)
 
 
 def test_chains_that_fly_away_are_told_with_the_option_that_helps() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,6 +185,22 @@ def test_logits_that_are_ranked_are_those_that_the_data_can_tell(layout: HeadLay
         output, row = (int(word) for word in one.name.split() if word.isdigit())
         assert one.direction is not None
         assert float(one.direction @ theta) == pytest.approx(float(logits[row, output]))
+
+
+def test_draws_of_hmc_are_every_third_transition_of_each_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each whitened coordinate is t + 100 c, for transition t of chain c."""
+    targets = [LastLayerTarget(features(20), torch.arange(20) % 3, LAYOUT, PRIOR)] * 2
+
+    def transitions(*given: object, num_chains: int, num_draws: int, **others: object) -> SimpleNamespace:
+        chain, step = torch.arange(num_chains).view(-1, 1, 1), torch.arange(num_draws).view(1, -1, 1)
+        return SimpleNamespace(draws=(step + 100 * (chain // 2)).expand(-1, -1, LAYOUT.num_params).double())
+
+    monkeypatch.setattr("bnncli.inference.simulation.sample_hmc", transitions)
+    gaussian = fit_gaussian(targets[0], start=torch.zeros(LAYOUT.num_params)).gaussian
+    expected = torch.tensor([2.0, 5, 8, 11, 102, 105, 108], dtype=torch.float64)  # four of each chain, of which seven
+    for draws in HmcRefit(num_chains=2)(targets, 7, seeded()):
+        found = gaussian.covariance.whiten(draws - gaussian.mean)
+        torch.testing.assert_close(found, expected[:, None].expand_as(found), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(

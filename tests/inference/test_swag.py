@@ -142,6 +142,15 @@ def test_the_trace_of_the_noise_is_that_of_its_batches_with_the_correction_for_a
     assert passes == pytest.approx(len(whole) * batch_size / size)
 
 
+def test_a_resumed_fit_is_the_same() -> None:
+    target, start, states = head_target(LAYOUT, 30), draw_theta(LAYOUT), []
+    whole = fit_swag(target, PLAN, start=start, generator=seeded(), save=lambda state, last: states.append(state))
+    again = fit_swag(target, PLAN, start=start + 1, generator=seeded(3), state=states[4])
+    assert torch.equal(again.gaussian.mean, whole.gaussian.mean)
+    assert torch.equal(again.gaussian.sample(3, seeded()), whole.gaussian.sample(3, seeded()))
+    assert torch.equal(again.history, whole.history)
+
+
 def test_a_rate_that_is_too_high_is_told() -> None:
     plan = SwagPlan(1, 200, 4, 7, learning_rate=1e4)
     with pytest.raises(NumericError, match="not finite") as caught:

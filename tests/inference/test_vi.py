@@ -216,6 +216,18 @@ def test_the_elbo_stays_below_the_evidence_and_above_that_of_the_start(estimator
     assert fit.history[-10:].mean() == pytest.approx(found.value, abs=1.5)
 
 
+@pytest.mark.parametrize("how", [{}, {"estimator": "local"}, {"optimizer": "ivon"}], ids=str)
+def test_a_resumed_fit_is_the_same(how: dict[str, Any]) -> None:
+    target, start = head_target(THREE, 40, dtype=torch.float32), torch.zeros(15)
+    plan, states = ViPlan(12, 9, 0.05, **how), []
+    whole = fit_vi(target, plan, start=start, generator=seeded(), save=lambda state, _: states.append(state))
+    assert len(states) > 1
+    again = fit_vi(target, plan, start=start + 1, generator=seeded(5), state=states[0])
+    assert torch.equal(again.gaussian.mean, whole.gaussian.mean)
+    assert torch.equal(again.gaussian.covariance.variances, whole.gaussian.covariance.variances)
+    assert torch.equal(again.history, whole.history)
+
+
 def test_a_learning_rate_that_diverges_is_an_error() -> None:
     target = head_target(THREE, 40)
     with pytest.raises(NumericError, match="ELBO is not finite"):

@@ -165,6 +165,18 @@ def test_chains_from_far_starts_are_settled_before_the_step_size_is_sought() -> 
     assert potential.pivot.any()
 
 
+@pytest.mark.parametrize(("step_size", "has_pivot"), [(0.2, True), (0.05, False)])
+def test_where_steps_are_short_the_gaussian_turns_about_the_mode(step_size: float, has_pivot: bool) -> None:
+    potential, settings = large_potential(), SamplerSettings(num_warmup=20, target_accept=0.8, dynamics="split")
+    z = torch.randn(16, LARGE.num_params, generator=seeded(8), dtype=torch.float64)
+    walk = SamplerState.start(potential, settings, z)
+    adaptation = walk.adaptation._replace(log_current=math.log(step_size))
+    walk = walk._replace(num_done=settings.num_settling, adaptation=adaptation)
+    advance(potential, walk, settings, generator=seeded(9))
+    assert potential.pivot is not None
+    assert bool(potential.pivot.any()) is has_pivot
+
+
 STEP = {"step_size": 0.3, "num_steps": 4}
 group_target = partial(head_target, num_examples=30, labels=by_noisy_sign, prior=0.5)
 

@@ -52,6 +52,13 @@ def sizes(ends: tuple[int, ...]) -> list[int]:
     return [end - begin for begin, end in pairwise((0, *ends))]
 
 
+def test_draws_are_cut_into_ten_nearly_equal_groups() -> None:
+    assert sizes(group_ends(200)) == [20] * 10
+    assert sorted(sizes(group_ends(23))) == [2] * 7 + [3] * 3
+    assert sizes(group_ends(4)) == [1] * 4
+    assert group_ends(1) == (1,)
+
+
 def test_chains_stay_whole_where_there_are_enough_and_are_cut_into_stretches_where_not() -> None:
     ends = group_ends(64, starts=range(0, 64, 4))
     assert len(ends) == 10

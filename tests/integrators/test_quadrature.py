@@ -63,6 +63,11 @@ def test_trapezoid_is_exact_to_rounding_on_both_sides(mean: float, scale: float)
     assert entropy.numpy() == pytest.approx(expected_entropy, abs=1e-15, rel=1e-13)
 
 
+def test_probabilities_far_below_rounding_keep_their_digits() -> None:
+    found = binary_probs(*vectors((-200.0, 20.0)))[0][0, 1]
+    assert float(found) == pytest.approx(exact(-200.0, 20.0)[0], rel=1e-12, abs=0)  # 1e-23
+
+
 def test_the_error_falls_exponentially_with_the_points() -> None:
     moments = vectors(*((m, s) for m in (0.0, 0.3, 5.0, 30.0) for s in (0.5, 1.499, 1.501, 7.0, 100.0)))
     best = binary_probs(*moments, points=1000)[0]

@@ -201,6 +201,13 @@ def test_the_rest_of_a_sure_class_is_not_lost_to_rounding() -> None:
     assert log_b.item() == pytest.approx(np.logaddexp(1, 2), rel=1e-12)
 
 
+def test_the_rest_of_any_class_is_the_sum_of_the_others_beyond_what_exponentials_hold() -> None:
+    logs = np.array([[900.0, 899.0, 1.0]])
+    log_b = dirichlet.beta_marginals(torch.from_numpy(logs), torch.tensor([[0, 1, 2]]))[1]
+    rest = [special.logsumexp(np.delete(logs, k, axis=1)) for k in range(3)]
+    assert log_b[0].tolist() == pytest.approx(rest, rel=1e-14)
+
+
 @pytest.mark.parametrize(
     "logs",
     [(40, 40), (69, -69), (2000, 1), (2000, 2000), (2000, 1999), (39, 36), (270, 160), (-2000, 3), (-2000, -2000)],

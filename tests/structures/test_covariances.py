@@ -141,7 +141,7 @@ def test_kron_with_the_prior_is_the_inverse_of_the_whole_matrix(layout: HeadLayo
 
 @every_layout
 def test_another_output_factor_is_another_fit(layout: HeadLayout) -> None:
-    target, theta = make_target(layout), draw_theta(layout)
+    target, theta = make_target(layout, likelihood_scale=2.5), draw_theta(layout)
     before, after = (ggn(target, one, "kron") for one in (theta, 2 * theta))
     first = Kron.from_hessian(before, Prior(PRIOR), layout)
     again = ggn(target, 2 * theta, "kron", before=before)

@@ -517,6 +517,15 @@ def test_the_factor_of_many_inputs_is_their_mean_square() -> None:
 
 
 @every_layered
+def test_twice_the_data_or_the_scale_is_twice_the_hessian(structure: str) -> None:
+    plain = make_target("sequence")
+    twice = replace(plain, inputs=plain.inputs.repeat(2, 1, 1), labels=plain.labels.repeat(2))
+    once = dense(plain, hessian_of(plain, structure), structure)
+    for target in (twice, replace(plain, likelihood_scale=2.0)):
+        torch.testing.assert_close(dense(target, hessian_of(target, structure), structure), 2 * once)
+
+
+@every_layered
 @pytest.mark.parametrize("prior", [Prior(2.0), Prior(2.0, 0.1)])
 def test_directions_of_several_layers_have_the_largest_variances(structure: str, prior: Prior) -> None:
     covariance = covariance_of(make_target("twice", prior=prior), structure)

@@ -240,6 +240,12 @@ def test_a_standstill_shortens_the_schedule_without_a_jump() -> None:
     rising = LearningRateSchedule(100, 4, patience=5, round_steps=8)
     rising.look([0.1 * epoch for epoch in range(40)])
     assert not rising.is_early
+    risen = LearningRateSchedule(100, 4, patience=5, round_steps=8)
+    risen.look([0.0, 1.0] * 5 + [0.47, 1.47] * 5)  # by two standard errors
+    assert not risen.is_early
+    soon = LearningRateSchedule(100, 1, patience=2, round_steps=8)
+    soon.look([0.0, 1.0] * 16)
+    assert soon.num_epochs == 40  # the decay takes a whole round
 
 
 @pytest.mark.parametrize(
