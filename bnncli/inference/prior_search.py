@@ -95,13 +95,13 @@ class Candidate:
     Args:
         theta: (P,) float64, the centre.
         at_center: criterion at the centre alone.
-        spread: what the covariance adds; interpolated unless is_exact.
+        spread: what the covariance adds; interpolated unless is_computed.
     """
 
     theta: Tensor
     at_center: float
     spread: float
-    is_exact: bool
+    is_computed: bool
 
     @property
     def value(self) -> float:
@@ -157,7 +157,7 @@ class Candidates:
 
     def by_plug_in(self, task: Task) -> Candidates:
         """Return the same candidates, judged by their known centres only."""
-        known = {key: replace(one, spread=0.0, is_exact=True) for key, one in self.known.items()}
+        known = {key: replace(one, spread=0.0, is_computed=True) for key, one in self.known.items()}
         criterion = replace(self.criterion, is_plug_in=True)
         return replace(self, criterion=criterion, known=known, failed=set(), task=task, _hessians=dict(self._hessians))
 
@@ -171,16 +171,16 @@ class Candidates:
             theta, log_joint, hessian = self._centered(target, log_precision)
             spread, error = self._interpolated_spread(log_precision)
             at_center = self.criterion.at_center(target, theta, log_joint)
-            is_exact = not error <= self.tolerance
-            if is_exact:
+            is_computed = not error <= self.tolerance
+            if is_computed:
                 found = covariance_at(target, theta, self.structure, hessian=self._fixed_hessian(), before=self.before)
                 self._keep(found)
                 spread = self.criterion.of(target, theta, log_joint, found.covariance) - at_center
-                hessian = found.hessian if self._is_exact or self.center == "checkpoint" else hessian
+                hessian = found.hessian if self._has_exact_structure or self.center == "checkpoint" else hessian
         except NumericError:  # no mode under this prior: not the best, but no reason to stop
             self._fail(log_precision)
             return
-        self._add(log_precision, Candidate(theta, at_center, spread, is_exact), hessian)
+        self._add(log_precision, Candidate(theta, at_center, spread, is_computed), hessian)
 
     def judge_all(self, log_precisions: Sequence[float]) -> None:
         """Judge several precisions, together if they share work about one centre."""
@@ -235,13 +235,13 @@ class Candidates:
             self._fail(log_precision)
             return None
         theta = fit.gaussian.mean
-        if self._of_center is not None and self.known[log_precision].is_exact:
+        if self._of_center is not None and self.known[log_precision].is_computed:
             return fit  # same centre: already judged
         at_center = self.criterion.at_center(target, theta, fit.log_joint)
         whole = self.criterion.of(target, theta, fit.log_joint, fit.gaussian.covariance)
         self._add(log_precision, Candidate(theta, at_center, whole - at_center, True), None)
         for key, candidate in self.known.items():
-            if not candidate.is_exact:
+            if not candidate.is_computed:
                 self.known[key] = replace(candidate, spread=self._interpolated_spread(key)[0])
         return fit
 
@@ -257,7 +257,7 @@ class Candidates:
         self._hessians = {key: kept for key, kept in self._hessians.items() if key in (newest, self.best)}
 
     @property
-    def _is_exact(self) -> bool:
+    def _has_exact_structure(self) -> bool:
         """Return whether the structure is the whole Hessian, so that no whitening is better for the next mode."""
         return self.target.curvature(self.structure).is_exact
 
@@ -315,7 +315,7 @@ class Candidates:
         """Return the interpolated spread from nearby exact candidates, and its estimated error (inf if there are too few)."""
         if self.criterion.is_plug_in:
             return 0.0, 0.0
-        exact = [key for key, candidate in self.known.items() if candidate.is_exact]
+        exact = [key for key, candidate in self.known.items() if candidate.is_computed]
         is_cheap = self.center == "checkpoint"  # one Hessian serves all
         if is_cheap or len(exact) < 4 or not min(exact) < log_precision < max(exact):
             return math.nan, math.inf

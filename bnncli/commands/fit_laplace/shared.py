@@ -204,10 +204,10 @@ def _summary(metrics: LaplaceMetrics) -> list[str]:
         chosen += " of the mode, which predicts better than draws at every precision"
     bias = f", {metrics['bias_precision']:.4g} for the biases" if "bias_precision" in metrics else ""
     compared = metrics.get("structure_nll") or {}
-    by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
-    by_val = f" (val NLL at one precision: {by_val}; the closest structure with a near-best NLL)" if by_val else ""
+    nlls = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
+    why = f" (val NLL at one precision: {nlls}; the closest structure with a near-best NLL)" if nlls else ""
     lines = [
-        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}{about}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
+        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}{about}; structure {metrics['structure']}{why}, {metrics['num_params']} parameters"
     ]
     lines += span_line(metrics)
     if "fit_on" in metrics:
@@ -243,11 +243,12 @@ def _summary(metrics: LaplaceMetrics) -> list[str]:
     if "subnetwork_size" in metrics:
         lines += _describe_subnetwork(metrics)
     if "mode_passes" in metrics:
-        chosen = "; the prior precision was chosen around the checkpoint's weights"
+        is_elsewhere = metrics["prior_precision_compared_at"] == "checkpoint"
+        where = "; the prior precision was chosen around the checkpoint's weights" if is_elsewhere else ""
         lines.append(
             f"the centre is {metrics['newton_decrement']:.2g} posterior standard deviations (all parameters together) from the "
             f"mode, after {metrics['mode_passes']:,} passes over the data"
-            f"{chosen if metrics['prior_precision_compared_at'] == 'checkpoint' else ''}"
+            f"{where}"
         )
     if metrics["mode_distance"] is not None:
         lines.append(
