@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import io
+import mmap
 import multiprocessing
 import os
 import re
@@ -20,9 +22,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.io import loadmat, savemat
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from bnncli.data.arrays import read_feature_arrays
+from bnncli.data import arrays
+from bnncli.data.arrays import read_feature_arrays, read_mat, read_npz
 from bnncli.data.labels import match_classes
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit, hold_out, hold_out_rows, load_split, parse_split
@@ -126,12 +130,6 @@ def test_the_arrays_of_an_npz_file_are_chosen_by_name(tmp_path: Path) -> None:
     assert labels_of(load_split(f"{spec}:images,labels")) == LABELS.tolist()
     assert labels_of(load_split(f"{spec}:images,y@4")) == [1, 2, 3, 1]
     assert not load_split(f"{spec}:images").is_labeled
-
-
-def test_an_npz_file_without_y_is_unlabelled(tmp_path: Path) -> None:
-    split = load_split(write_npz(tmp_path / "a.npz", x=GREY))
-    assert split.labels is None
-    assert next(split.batches(3)).labels is None
 
 
 @pytest.mark.parametrize("name", ["a b.npz", "a:x,y.npz", "a:x", "mail@host.npz", "x@3", "a,b.npz", "ü'\".npz"])
@@ -513,7 +511,6 @@ def test_features_of_ones_own_are_read(tmp_path: Path) -> None:
     assert set(found.splits) == {"train", "ood"}
     assert {name for name, dataset in found.splits.items() if dataset.is_labeled} == {"train"}
     np.testing.assert_array_equal(found.splits["ood"].features, FEATURES[:2])
-    assert found.head_weight is not None
     assert found.head_weight.dtype == np.float32
 
 
@@ -529,12 +526,8 @@ BAD_FEATURES: dict[str, dict[str, Any]] = {
     "1 values that are not finite in float32; the first is in row 4": {
         "features_a": np.where(np.arange(18).reshape(6, 3) == 13, 1e300, FEATURES.astype(float))
     },
-    "labels_a row 2 is 2, expected 0 to 1": {
-        "features_a": FEATURES,
-        "labels_a": LABELS[:6],
-        "head_weight": np.ones((2, 3)),
-    },
-}
+    "labels_a row 2 is 2, expected 0 to 1": {"features_a": FEATURES, "labels_a": LABELS[:6], "head_weight": np.ones((2, 3))},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BAD_FEATURES)
@@ -632,7 +625,6 @@ def split_of(folder: Path, *names: str) -> InputSplit:
 def class_labels(split: InputSplit) -> list[int]:
     """Those of the batches, which are those that the split tells of beforehand."""
     found = [label for batch in split.batches(2) if batch.labels is not None for label in batch.labels.tolist()]
-    assert split.labels is not None
     assert found == split.labels.tolist()
     return found
 
@@ -708,3 +700,84 @@ def test_classes_that_the_model_does_not_have_are_refused_with_both_lists(
     with pytest.raises(DataError, match=message) as caught:
         match_classes(split_of(tmp_path, *names), classes)
     assert caught.value.code == "class_mismatch"
+
+
+large = pytest.mark.usefixtures("all_are_large")
+ROWS = np.arange(24, dtype=np.float32).reshape(6, 4)
+
+
+@pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(arrays, "MAPPED_BYTES", 1)
+    monkeypatch.chdir(tmp_path)
+
+
+def is_mapped(array: Any) -> bool:
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return isinstance(array, mmap.mmap)
+
+
+@large
+def test_an_array_that_lies_as_it_is_is_mapped_and_others_are_read() -> None:
+    np.savez("plain.npz", x=ROWS, y=np.arange(6))
+    np.savez_compressed("packed.npz", x=ROWS)
+    np.savez("columns.npz", x=np.asfortranarray(ROWS))
+    for name, is_there in (("plain", True), ("packed", False), ("columns", False)):
+        found = read_npz(Path(f"{name}.npz"), ["x"])["x"]
+        np.testing.assert_array_equal(found, ROWS)
+        assert is_mapped(found) == is_there
+    split = load_split("npz:plain.npz")
+    assert is_mapped(split.dataset.inputs)  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(next(split.batches(4)).inputs.numpy(), ROWS[:4])  # type: ignore[union-attr]
+
+
+@large
+def test_a_changed_byte_is_told_before_anything_is_mapped() -> None:
+    np.savez("plain.npz", x=ROWS)
+    raw = bytearray(Path("plain.npz").read_bytes())
+    raw[raw.index(ROWS.tobytes()) + 5] ^= 1
+    Path("plain.npz").write_bytes(raw)
+    with pytest.raises(DataError, match="truncated or damaged"):
+        read_npz(Path("plain.npz"), ["x"])
+
+
+RNG = np.random.default_rng(0)
+ARRAYS = {
+    "X": RNG.integers(0, 256, (5, 4, 3, 2), dtype=np.uint8), "y": np.array([[10], [1]]),
+    "small": np.array([[7]], np.uint8), "real": RNG.normal(size=(2, 3)),
+    "single": RNG.normal(size=(4, 1)).astype(np.float32), "negative": np.array([[-3, 300]], np.int16),
+    "none": np.zeros((0, 3)),
+}  # fmt: skip
+OTHERS = {"text": "a text", "complex": np.array([[1 + 2j]]), "cell": np.array(["a", 1], object), "struct": {"a": 1}}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_arrays_are_those_that_scipy_reads(tmp_path: Path, is_packed: bool) -> None:
+    savemat(tmp_path / "a.mat", {**OTHERS, **ARRAYS}, do_compression=is_packed)
+    found, expected = read_mat(tmp_path / "a.mat", list(ARRAYS)), loadmat(tmp_path / "a.mat")
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(found[name], expected[name])
+        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype)
+    for name in OTHERS:
+        with pytest.raises(DataError, match=f"has no numeric array '{name}'"):
+            read_mat(tmp_path / "a.mat", [name])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_damage_is_an_error_of_ours(tmp_path: Path, is_packed: bool) -> None:
+    stream, path = io.BytesIO(), tmp_path / "a.mat"
+    savemat(stream, {"y": ARRAYS["y"], "single": ARRAYS["single"]}, do_compression=is_packed)
+    whole = stream.getvalue()
+    damaged = [whole[:end] for end in range(0, len(whole), 5)]
+    damaged += [
+        whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :] for at in range(124, len(whole)) for bit in (1, 128)
+    ]
+    damaged, cut, told = damaged[::3], len(range(0, len(whole), 15)), 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            read_mat(path, ["y", "single"])
+        except BnnError:
+            told += 1
+    assert told >= (len(damaged) - 2 if is_packed else cut)  # packed arrays have a checksum

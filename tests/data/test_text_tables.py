@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data import delimited as _lines
+from bnncli.data import delimited
 from bnncli.data.delimited import DelimitedTable, plain_text
 from bnncli.data.labels import match_classes
 from bnncli.data.pixels import Preprocess
@@ -32,23 +32,10 @@ pytestmark = [pytest.mark.core, pytest.mark.libraries]
 
 # What breaks readers: quotation marks, delimiters, line ends of all kinds, other scripts, spaces, long texts.
 TEXTS = [
-    "plain",
-    'she said "no"',
-    '"quoted as a whole"',
-    "a, comma; semicolon",
-    "tab\there",
-    "two\nlines",
-    "windows\r\nlines",
-    "old mac\rlines",
-    " spaces ",
-    "naïve 日本 \u2028 line separator \x85 and \x1c",
-    "",
-    "'" * 3,
-    "x" * 200_000,
-    '"',
-    "\\",
-    "last",
-]
+    "plain", 'she said "no"', '"quoted as a whole"', "a, comma; semicolon", "tab\there", "two\nlines",
+    "windows\r\nlines", "old mac\rlines", " spaces ", "naïve 日本 \u2028 line separator \x85 and \x1c", "", "'" * 3,
+    "x" * 200_000, '"', "\\", "last",
+]  # fmt: skip
 LABELS = ["no", "yes"] * (len(TEXTS) // 2)
 SAMPLE = [["text", "label"], ["a b", "1"], ["c", "0"], ["d e f", "2"]]
 
@@ -329,7 +316,6 @@ def test_labels_that_repeat_are_what_each_of_them_is() -> None:
         found = numbers_of_labels([names[k] for k in chosen], None, where="here")
         places = [sorted({str(name).strip() for name in names}).index(str(name).strip()) for name in names]
         expected = places if isinstance(names[0], str) and names[0] == "b" else [int(name) for name in names]
-        assert found.numbers is not None
         assert found.numbers.tolist() == [expected[k] for k in chosen]
         assert found.numbers.dtype == np.int64
 
@@ -483,7 +469,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(params=[9, 1 << 22])
 def small_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of lines ends in almost every one of them, or nowhere."""
-    monkeypatch.setattr(_lines, "_RUN", request.param)
+    monkeypatch.setattr(delimited, "_RUN", request.param)
 
 
 def table_of(path: Path, text: str | bytes) -> DelimitedTable:
@@ -545,25 +531,9 @@ def test_common_numbers_are_read_at_once(tmp_path: Path, parser: None, small_run
 
 
 ODD = [
-    "nan",
-    "inf",
-    "-Infinity",
-    "1_0",
-    "+1",
-    "１２",
-    "1e999",
-    "\u2009 3",
-    '"4"',
-    '"5,5"',
-    "0x10",
-    "1d5",
-    "1e",
-    "NA",
-    "",
-    "1 2",
-    "nan(1)",
-    "1\0",
-]
+    "nan", "inf", "-Infinity", "1_0", "+1", "１２", "1e999", "\u2009 3", '"4"', '"5,5"', "0x10", "1d5", "1e", "NA", "",
+    "1 2", "nan(1)", "1\0",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -596,7 +566,7 @@ def odd_table(chosen: random.Random) -> bytes:
 
 def test_texts_and_places_of_rows_are_those_that_single_rows_have(tmp_path: Path, small_runs: None) -> None:
     chosen, times = random.Random(0), {"plain": 0, "odd": 0, "damaged": 0}
-    for _ in range(300):
+    for _ in range(120):
         data = odd_table(chosen)
         try:
             table = table_of(tmp_path / "t.csv", data)
@@ -612,7 +582,7 @@ def test_texts_and_places_of_rows_are_those_that_single_rows_have(tmp_path: Path
             assert plain in (None, expected), data
             assert plain is None or starts == table._starts.tolist(), data
             times["odd" if plain is None else "plain"] += 1
-    assert min(times.values()) > 25, times
+    assert min(times.values()) > 10, times
 
 
 def test_empty_lines_of_a_single_column_are_no_rows(tmp_path: Path, small_runs: None) -> None:

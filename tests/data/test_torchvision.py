@@ -150,23 +150,15 @@ def write_folders(*within: str) -> Callable[[Path], None]:
 
 CIFAR10 = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 WRITERS: dict[str, Callable[[Path], None]] = {
-    "MNIST": write_mnist("MNIST"),
-    "FashionMNIST": write_mnist("FashionMNIST"),
-    "KMNIST": write_mnist("KMNIST"),
+    "MNIST": write_mnist("MNIST"), "FashionMNIST": write_mnist("FashionMNIST"), "KMNIST": write_mnist("KMNIST"),
     "CIFAR10": write_pickles("cifar-10-batches-py", CIFAR10, "labels", ("batches.meta", "label_names")),
     "CIFAR100": write_pickles("cifar-100-python", ["train", "test"], "fine_labels", ("meta", "fine_label_names")),
-    "SVHN": write_svhn,
-    "STL10": write_stl10,
-    "Flowers102": write_flowers,
-    "OxfordIIITPet": write_pets,
-    "Food101": write_food,
-    "DTD": write_textures,
-    "GTSRB": write_signs,
+    "SVHN": write_svhn, "STL10": write_stl10, "Flowers102": write_flowers, "OxfordIIITPet": write_pets,
+    "Food101": write_food, "DTD": write_textures, "GTSRB": write_signs,
     "Country211": write_folders("country211/train", "country211/valid", "country211/test"),
-    "EuroSAT": write_folders("eurosat/2750"),
-    "ImageNet": write_folders("train", "val"),
+    "EuroSAT": write_folders("eurosat/2750"), "ImageNet": write_folders("train", "val"),
     "ImageFolder": write_folders("."),
-}
+}  # fmt: skip
 BY_TRAIN = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")
 
 

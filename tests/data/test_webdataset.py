@@ -77,7 +77,6 @@ def test_images_and_labels_come_in_the_order_of_the_shards(shards: str) -> None:
     rows = np.array([11, 0, 5, 4, 3])
     images, labels = split.dataset.read(rows)
     assert np.array_equal(images, PIXELS[rows])
-    assert labels is not None
     assert labels.tolist() == (rows % 3).tolist() == split.labels[rows].tolist()
     assert split.names[4] == "a.b/004"
 
@@ -184,17 +183,14 @@ def test_shards_on_the_network_are_refused() -> None:
     [
         ({"0.png": b"", "0.cls": b"0", "1.png": b""}, r"the label of '1' \(cls\) is missing; the example has 'png'"),
         ({"0.png": b"", "0.cls": b"0", "1.cls": b"0"}, r"the image of '1' .*is missing; the example has 'cls'"),
-        (
-            {"0.png": b"", "0.cls": b"cat", "1.png": b"", "1.cls": b"2"},
-            "all integers from 0 or all names; row 0 has 'cat', row 1 has 2",
-        ),
+        ({"0.png": b"", "0.cls": b"cat", "1.png": b"", "1.cls": b"2"}, "all integers from 0 or all names; row 0 has 'cat', row 1 has 2"),
         ({"0.png": b"", "0.cls": b"-1", "1.png": b"", "1.cls": b"0"}, "row 0 has -1"),
         ({"0.png": b"", "0.PNG": b""}, r"has two files named '0.PNG'"),
         ({"0.png": b"", "1.png": b"", "0.cls": b"0"}, r"has the key '0' twice"),
         ({"0.png": b"", "0.cls": b"9" * 5000}, "row 0 has a number with 5000 digits"),
         ({"README": b"no example"}, "no examples"),
     ],
-)
+)  # fmt: skip
 def test_examples_that_lack_something_are_told(members: dict[str, bytes], told: str, tmp_path: Path) -> None:
     image = png(PIXELS[0])
     members = {name: image if name.lower().endswith("png") else data for name, data in members.items()}

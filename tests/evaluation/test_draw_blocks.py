@@ -408,7 +408,6 @@ def test_importance_weights_enter_the_variance() -> None:
         groups = DrawPartition.of(group_ends(300), weights)
         drawn = DrawnMc(LAYOUT, theta, groups, weights)
         part = drawn.predict(None, features, group_rows=torch.arange(120)).group_probs  # type: ignore[arg-type]
-        assert part is not None
         found.append((DrawGroups(part.numpy(), groups.weights.numpy()),))
     ((ratio, error),) = ratios_of_variances([brier], found)
     assert ratio == pytest.approx(1, abs=3 * error + 0.1)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from problems.command_line import Cli, new_run
 from sklearn import metrics
 
-from bnncli.evaluation import class_scores as per_class
+from bnncli.evaluation import class_scores
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.class_scores import per_class_scores, rare_classes, selective_scores
 from bnncli.evaluation.statistics import ExampleStatistics, Row, compute_example_statistics, score_rows
@@ -27,7 +27,6 @@ def examples(confidence: Sequence[float] | NDArray, is_right: Sequence[bool] | N
 
 def areas(one: ExampleStatistics, weights: NDArray | None = None) -> NDArray:
     statistic = selective_scores(one).statistic
-    assert statistic is not None
     return statistic(np.ones((1, len(one))) if weights is None else weights)
 
 
@@ -185,7 +184,7 @@ def test_scores_without_labels_or_of_one_class_or_of_too_many_are_undefined_with
     assert one["class_auroc"]["value"] is None
     assert one["class_auroc"]["undefined"] == "no class has both positive and negative examples"
     assert one["balanced_accuracy"]["value"] == np.mean(probs.argmax(axis=1) == 0)
-    monkeypatch.setattr(per_class, "MOST_PROBABILITIES", 700)
+    monkeypatch.setattr(class_scores, "MOST_PROBABILITIES", 700)
     many = rows_of(probs, labels)
     assert "750 probabilities are more than the 700" in many["class_auroc"]["undefined"]
     assert many["macro_f1"]["value"] is not None

@@ -169,15 +169,9 @@ def pyro_iaf(layer: Any) -> Any:
 
 
 REFERENCES: dict[str, Callable[[Any], Any]] = {
-    "affine": torch_affine,
-    "householder": pyro_householder,
-    "iaf": pyro_iaf,
-    "planar": pyro_planar,
-    "radial": pyro_radial,
-    "realnvp": pyro_realnvp,
-    "spline": pyro_spline,
-    "sylvester": PyroSylvester,
-}
+    "affine": torch_affine, "householder": pyro_householder, "iaf": pyro_iaf, "planar": pyro_planar,
+    "radial": pyro_radial, "realnvp": pyro_realnvp, "spline": pyro_spline, "sylvester": PyroSylvester,
+}  # fmt: skip
 
 
 def test_every_flow_has_an_example_and_a_reference() -> None:

@@ -13,7 +13,7 @@ from problems.tiny_networks import tiny_target
 from torch import Tensor
 
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference import linear_draws as module
+from bnncli.inference import linear_draws
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.linear_draws import draw_linearised, precision_operator, right_sides, solve
 from bnncli.inference.memory import NUM_DRAWS
@@ -95,14 +95,9 @@ def test_a_search_by_val_judges_what_predicts(structure: str) -> None:
     target = tiny_target(3)
     held, theta = held_out_of(target), target.layout.trained()
     found = search(
-        target,
-        start=theta,
-        generator=seeded(2),
-        structure=structure,
-        center="checkpoint",
-        held_out=held,
+        target, start=theta, generator=seeded(2), structure=structure, center="checkpoint", held_out=held,
         bounds=(1e-2, 1e2),
-    )
+    )  # fmt: skip
     if structure == "kron":
         noise = quasi_normal(NUM_DRAWS, 3, seeded(2))
     else:
@@ -200,7 +195,7 @@ def test_the_exact_gaussian_needs_a_single_step() -> None:
 
 
 def test_what_does_not_converge_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_STEPS", 2)
+    monkeypatch.setattr(linear_draws, "MOST_STEPS", 2)
     with pytest.raises(NumericError, match=r"left residuals of .* after 2 steps"):
         drawn(tiny_target(prior=Prior(1e-3)), 3)
 

@@ -27,17 +27,16 @@ from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_space import complete_draws
 from bnncli.models import features as parts
 from bnncli.models.features import FeatureComputation
-from bnncli.numerics import random as seeds
+from bnncli.numerics import random
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors import standard_normal
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import ggn
 from bnncli.structures.factorisation import inverse_root
-from bnncli.system import memory as panels
+from bnncli.system import memory
 from bnncli.system.workers import Team
-from bnncli.targets import blocks as stream
-from bnncli.targets import last_layer
+from bnncli.targets import blocks, last_layer
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 from bnncli.targets.variants import GRADIENTS, choose_gradient
@@ -221,7 +220,7 @@ def sample_into(target: LastLayerTarget, store: DrawStore, stop: StopAt | None =
 def test_chains_wait_for_the_gpu_once_a_warm_up_transition_and_draws_never(
     gpu: pretend_cuda.Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
-    monkeypatch.setattr(seeds, "LARGE", large)
+    monkeypatch.setattr(random, "LARGE", large)
     target, store = make_target(), DrawFile(tmp_path / "hmc.nc", num_chains=4, num_params=21, buffer_bytes=1)
     fit_gaussian(target, start=torch.zeros(21, dtype=torch.float64, device=CUDA))
     gpu.clear()
@@ -240,7 +239,7 @@ def test_chains_wait_for_the_gpu_once_a_warm_up_transition_and_draws_never(
 def test_long_draws_are_made_on_the_gpu_from_the_streams_seed(
     gpu: pretend_cuda.Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeds, "LARGE", 10)
+    monkeypatch.setattr(random, "LARGE", 10)
     stream_ = seeded()
     first, second = (standard_normal(3, 11, stream_, CUDA) for _ in range(2))
     assert (first.device, first.dtype, gpu.uploads.total()) == (CUDA, torch.float64, 0)
@@ -276,8 +275,8 @@ def test_convergence_is_judged_on_the_gpu_to_the_numbers_of_the_cpu(gpu: pretend
 def test_features_beside_the_gpu_give_the_bits_of_features_on_it(
     gpu: pretend_cuda.Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cuda", 1000)
-    monkeypatch.setattr(stream, "TRANSFER_BYTES", 310 * 24)
+    monkeypatch.setitem(blocks.BLOCK_ELEMENTS, "cuda", 1000)
+    monkeypatch.setattr(blocks, "TRANSFER_BYTES", 310 * 24)
     on_it = make_target(1001)
     beside = LastLayerTarget(on_it.features.cpu(), on_it.labels, LAYOUT, on_it.prior)
     theta = torch.randn(5, 21, generator=seeded(2)).to(CUDA)
@@ -306,8 +305,8 @@ def root_of(num_panels: int) -> tuple[int, torch.Tensor]:
 
 
 def test_panels_wait_no_more_for_more_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_WIDTH", {"cpu": 7, "cuda": 7})
-    monkeypatch.setattr(panels, "_LARGE", 3)
+    monkeypatch.setattr(memory, "_WIDTH", {"cpu": 7, "cuda": 7})
+    monkeypatch.setattr(memory, "_LARGE", 3)
     (few, one), (many, other) = (root_of(count) for count in (3, 6))
     assert few == many
     for found in (one, other):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bnncli.errors import NumericError
 from bnncli.evaluation.convergence import RankLaw
-from bnncli.inference import simulation as sghmc_refit
+from bnncli.inference import simulation
 from bnncli.inference.dynamics import DrawSubset, MemoryDraws, WhiteCoordinates
 from bnncli.inference.sghmc import (
     SghmcPlan,
@@ -311,7 +311,7 @@ def test_there_are_as_many_chains_as_give_draws_that_are_apart(
         shapes.append(drawn.draws.shape[:2])
         return drawn
 
-    monkeypatch.setattr(sghmc_refit, "sample_sghmc", sampled)
+    monkeypatch.setattr(simulation, "sample_sghmc", sampled)
     plan = replace(REFIT_PLAN, epochs=145, num_draws=27, temperature=1.0)
     targets = targets_of(LAYOUTS[0])
     draws = SghmcRefit(plan, 2, base=GaussianRefit(base))(targets, num_draws, seeded())
@@ -366,7 +366,7 @@ def test_a_store_keeps_the_draws_of_each_chain_whose_turn_it_is() -> None:
 def test_draws_are_kept_from_all_over_a_cycle() -> None:
     """As often early as late, where a cycle's draws are not all alike."""
     plan = SghmcPlan(100, 4, 10, 5, 100, 1.0, 0.2)
-    places = sghmc_refit._kept_places(plan, 500, 3, 2, seeded())
+    places = simulation._kept_places(plan, 500, 3, 2, seeded())
     assert places.shape == (6, 500)
     assert (places.diff(dim=0)[[0, 1, 3, 4]] >= 3).all()
     counts = torch.bincount(places.flatten(), minlength=40).view(4, 10)

@@ -183,7 +183,6 @@ def test_logits_that_are_ranked_are_those_that_the_data_can_tell(layout: HeadLay
     assert len(found) == 6
     for one in found:
         output, row = (int(word) for word in one.name.split() if word.isdigit())
-        assert one.direction is not None
         assert float(one.direction @ theta) == pytest.approx(float(logits[row, output]))
 
 
@@ -315,7 +314,6 @@ def test_truths_have_the_moments_of_the_spike_and_slab() -> None:
 def test_truths_of_scaled_features_are_told_for_features_as_they_are() -> None:
     rows = 3 + 5 * latent_features(20)
     scaling, layout = Scaling.of(rows, CPU), NET.head
-    assert layout is not None
     plain, scaled = prior_draws(NET, SLAB, 9, seeded(1)), prior_draws(NET, SLAB, 9, seeded(1), scaling)
     expected = layout.logits(scaling(rows).double(), plain)
     torch.testing.assert_close(layout.logits(rows.double(), scaled), expected, rtol=1e-5, atol=1e-5)

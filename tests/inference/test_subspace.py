@@ -88,7 +88,6 @@ def test_the_density_has_the_determinant_of_autograds_jacobian(kind: str, struct
     theta, log_density = flow.from_noise(noise)
 
     def move(one: Tensor) -> Tensor:
-        assert flow.subspace is not None
         basis, inside = flow.subspace.basis, one @ flow.subspace.basis
         image = inside.unsqueeze(0)
         for layer in flow.layers:
@@ -109,7 +108,6 @@ def test_the_density_has_the_determinant_of_autograds_jacobian(kind: str, struct
 def test_the_rest_stays_as_it_is_in_the_base() -> None:
     base = gaussian_at_mode(make_target(LAYOUT))
     flow = inside_flow("radial", base)
-    assert flow.subspace is not None
     noise = base.noise(50, seeded(3))
     moved = base.covariance.whiten(flow.from_noise(noise)[0] - base.mean)
     outside = eye(8) - flow.subspace.basis @ flow.subspace.basis.T

@@ -209,7 +209,6 @@ def test_the_elbo_stays_below_the_evidence_and_above_that_of_the_start(estimator
     fit = fitted(target, estimator=estimator, epochs=40, batch_size=20, num_draws=1, learning_rate=0.1)
     exact = diagnose_importance(target, gaussian_at_mode(target), generator=seeded())
     found = elbo(target, fit.gaussian, generator=seeded(), num_samples=1000)
-    assert exact.log_evidence is not None
     assert found.value < exact.log_evidence + 4 * (found.standard_error + (exact.log_evidence_error or 0))
     assert found.value > exact.log_evidence - 0.6
     assert fit.history[0] < fit.history[-10:].mean() - 1

@@ -134,7 +134,6 @@ def test_far_chains_fall_while_they_settle_and_near_ones_keep_to_the_exact_energ
     state = potential.state(z)
     got = transition(potential, state, seeded(5), 1.5, "split", is_settling=True)
     exact = transition(potential, state, seeded(5), 1.5, "split")
-    assert got.is_falling is not None
     assert exact.is_falling is None
     assert got.is_falling[:30].all()
     assert not got.is_falling[30:].any()
@@ -154,14 +153,12 @@ def test_chains_from_far_starts_are_settled_before_the_step_size_is_sought() -> 
     for _ in range(settings.num_settling):
         walk, _ = advance(potential, walk, settings, generator=generator)
     settled = walk.state.potential
-    assert walk.num_gradients is not None
     assert walk.num_gradients < 6 * settings.num_settling
     for _ in range(60):
         walk, _ = advance(potential, walk, settings, generator=generator)
     later = walk.state.potential
     error = (settled.var() / 16 + later.var() / 16).sqrt()
     assert (settled.mean() - later.mean()).abs() < 4 * error
-    assert potential.pivot is not None
     assert potential.pivot.any()
 
 

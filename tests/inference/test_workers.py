@@ -8,28 +8,27 @@ from functools import partial
 import pytest
 import torch
 from problems.heads import at_random, head_target
+from problems.long_run import long_but
 from problems.threads import in_threads
 
-from bnncli.inference import memory
-from bnncli.inference import mode as mode_module
+from bnncli.inference import memory, mode
 from bnncli.inference.mode import LocalCovariance, covariance_at, find_mode
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.structures.full import Full
 from bnncli.system import memory as panels
 from bnncli.system.workers import Team
 from bnncli.targets import last_layer
-from bnncli.targets import last_layer as products
 from bnncli.targets.last_layer import LastLayerTarget, ProbabilityCache
 
 local = threading.local()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", long_but([2, 3], 3))
 def test_the_mode_is_that_of_one_worker(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("bnncli.targets.blocks", "bnncli.inference.mode"):
         monkeypatch.setattr(f"{place}.team", lambda: getattr(local, "team", None))
-    monkeypatch.setattr(last_layer, "rough_multiply", lambda device: products._multiply_and_round)
-    monkeypatch.setattr(mode_module, "_MANY", 20)
+    monkeypatch.setattr(last_layer, "rough_multiply", lambda device: last_layer._multiply_and_round)
+    monkeypatch.setattr(mode, "_MANY", 20)
     room = ProbabilityCache.room
 
     def empty_room(

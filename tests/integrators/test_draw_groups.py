@@ -22,9 +22,7 @@ from bnncli import integrators
 from bnncli.artifacts.predictions import PredictionFile, read_predictions, write_predictions
 from bnncli.errors import DataError, UsageError
 from bnncli.flows import build_layers
-from bnncli.integrators import _draws as _averages
-from bnncli.integrators import _partitions as _groups
-from bnncli.integrators import load_integrator
+from bnncli.integrators import _draws, _partitions, load_integrator
 from bnncli.integrators._partitions import (
     DrawPartition,
     central_interval,
@@ -95,7 +93,7 @@ def test_group_means_are_those_of_their_draws(
     layout: Any, budget: int, is_weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", budget)
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 5)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 5)
     theta, features = torch.randn(47, layout.num_params, generator=seeded()), torch.randn(18, 4, generator=seeded(1))
     weights = torch.rand(47, generator=seeded(2), dtype=torch.float64).softmax(dim=0) if is_weighted else None
     groups, rows = DrawPartition.of(group_ends(47), weights), torch.tensor([0, 3, 4, 11, 17])
@@ -104,7 +102,6 @@ def test_group_means_are_those_of_their_draws(
     if layout.num_outputs == 1:
         logits = np.concatenate([np.zeros_like(logits), logits], axis=2)
     probs = special.softmax(logits, axis=2)
-    assert found.group_probs is not None
     for group, (begin, end) in enumerate(pairwise((0, *groups.ends))):
         own = None if weights is None else weights[begin:end].numpy()
         expected = np.average(probs[begin:end], axis=0, weights=own)[rows]
@@ -117,7 +114,7 @@ def test_group_means_are_those_of_their_draws(
 def test_rows_that_are_kept_are_evenly_spaced_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(group_mean_rows(10_000, 10, 10), torch.arange(10_000))
     rows = group_mean_rows(10_000, 1000, 10)
-    assert len(rows) == _groups.MOST_BYTES // 40_000
+    assert len(rows) == _partitions.MOST_BYTES // 40_000
     assert set((rows[1:] - rows[:-1]).tolist()) == {5, 6}
     assert (rows[0], rows[-1]) == (0, 9994)
     assert len(group_mean_rows(0, 3, 10)) == 0
@@ -129,7 +126,7 @@ def test_every_sampling_integrators_groups_make_its_prediction(
     posterior: str, is_cut: bool, cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_cut:
-        monkeypatch.setattr(_groups, "MOST_BYTES", 10 * 3 * 4 * 50)
+        monkeypatch.setattr(_partitions, "MOST_BYTES", 10 * 3 * 4 * 50)
     words = ("--posterior", posterior, "--integrator", "all", "--split", "test", "--force", "--json")
     done = cli("predict", small_run, *words)
     paths = {Path(output["path"]).parent.name.split(".")[1]: output["path"] for output in done.json["outputs"]}
@@ -140,7 +137,6 @@ def test_every_sampling_integrators_groups_make_its_prediction(
         if name not in SAMPLING:
             assert content.group_probs is content.group_rows is content.group_weights is None
             continue
-        assert content.group_probs is not None
         assert content.group_probs.shape[1:] == (len(content.group_rows), 3)
         assert len(content.group_rows) <= 62 if is_cut else content.group_rows.tolist() == list(range(120))
         mixed = np.tensordot(content.group_weights, content.group_probs[:].astype(float), axes=1)
@@ -180,16 +176,9 @@ def content_of(**changes: Any) -> PredictionFile:
     weights = np.array([0.1, 0.2, 0.3, 0.4])
     probs = np.tensordot(weights, group_probs, axes=1).astype(np.float32)
     content = PredictionFile(
-        probs=probs,
-        entropy=special.entr(probs).sum(axis=1),
-        mutual_info=None,
-        labels=None,
-        sample_id=np.arange(12),
-        classes=["a", "b", "c"],
-        group_probs=group_probs,
-        group_rows=np.arange(12),
-        group_weights=weights,
-    )
+        probs=probs, entropy=special.entr(probs).sum(axis=1), mutual_info=None, labels=None, sample_id=np.arange(12),
+        classes=["a", "b", "c"], group_probs=group_probs, group_rows=np.arange(12), group_weights=weights,
+    )  # fmt: skip
     return replace(content, **changes)
 
 
@@ -343,7 +332,7 @@ def test_mc_gives_the_predicted_classs_interval(
     layout: HeadLayout, budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", budget)
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 5)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 5)
     # A few draws lie far out, so that the class at their mean is often not the predicted one.
     draws = torch.randn(1, 48, layout.num_params, generator=seeded())
     draws[:, :6] *= 60
@@ -436,7 +425,6 @@ def test_kept_draws_are_those_of_the_integrator(name: str, cli: Cli, small_run: 
     assert cli("predict", small_run, *words, "--keep-samples").code == 0
     path = small_run.with_name("small.bnn") / f"predictions/laplace.{name}-qmc/test.h5"
     content = read_predictions(path)  # checks that the mean of the draws is the prediction
-    assert content.probs_samples is not None
     assert content.probs_samples.shape == (32, 120, 3)
     assert content.interval is not None
     predicted = content.probs[:].argmax(axis=1)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from problems.heads import ONE, THREE, TWO
+from problems.outputs import Told
 from problems.posteriors import Draws, gaussian, inputs, predict
 from scipy import integrate, special, stats
 
 from bnncli import integrators
 from bnncli.errors import NumericError, UsageError
-from bnncli.integrators import Integrator, SamplingIntegrator, load_integrator, require_support, supports
-from bnncli.integrators import _draws as _averages
+from bnncli.integrators import Integrator, SamplingIntegrator, _draws, load_integrator, require_support, supports
 from bnncli.integrators.probit import binary_probit_probs
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.samples import Samples
@@ -32,19 +32,6 @@ def layouts_for(name: str) -> list[HeadLayout]:
 PAIRS = [
     pytest.param(name, layout, id=f"{name}-{layout}") for name in names("integrators") for layout in layouts_for(name)
 ]
-
-
-class Counter:
-    """Progress that counts."""
-
-    total = done = 0
-
-    def task(self, name: str, total: int) -> Counter:
-        self.total = total
-        return self
-
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        self.done += amount
 
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
@@ -80,13 +67,13 @@ def test_the_seed_decides_every_bit(name: str) -> None:
 @pytest.mark.parametrize("name", names("integrators"))
 def test_progress_ends_at_the_total_it_announced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 2)
-    counter, generator = Counter(), torch.Generator().manual_seed(2)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 2)
+    told, generator = Told(), torch.Generator().manual_seed(2)
     layout = layouts_for(name)[-1]
     posterior = gaussian(layout)
     ready = load_integrator(name).prepare(posterior, num_samples=5, generator=generator, target=posterior)
-    ready.predict(posterior, inputs(layout), num_samples=5, generator=generator, progress=counter)
-    assert counter.done == counter.total > 1
+    ready.predict(posterior, inputs(layout), num_samples=5, generator=generator, progress=told)
+    assert sum(told.steps) == told.tasks[0][1] > 1
 
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
@@ -94,7 +81,7 @@ def test_chunks_do_not_change_a_prediction(name: str, layout: HeadLayout, monkey
     posterior, features = gaussian(layout), inputs(layout)
     whole = predict(name, posterior, features)
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 2)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 2)
     chunked = predict(name, posterior, features)
     torch.testing.assert_close(chunked.probs, whole.probs, atol=1e-6, rtol=0)
     torch.testing.assert_close(chunked.mutual_info, whole.mutual_info, atol=1e-6, rtol=0)
@@ -155,7 +142,7 @@ def test_mc_is_the_naive_mean_over_stored_draws(layout: HeadLayout) -> None:
 
 
 def test_mc_shares_its_draws_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 1)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 1)
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 3)
     probs = predict("mc", gaussian(LAYOUTS[2]), inputs(LAYOUTS[2], count=1).expand(4, -1), num_samples=3).probs
     assert torch.equal(probs, probs[:1].expand_as(probs))
@@ -176,7 +163,6 @@ def test_mutual_information_is_log_two_when_two_sure_draws_disagree() -> None:
     layout = HeadLayout(2, 1, has_bias=False)
     draws = torch.tensor([[[200.0, -200.0], [-200.0, 200.0]]])
     prediction = predict("mc", Samples(draws, layout), torch.ones(1, 1), num_samples=None)
-    assert prediction.mutual_info is not None
     assert prediction.mutual_info.item() == pytest.approx(math.log(2))
     assert prediction.entropy.item() == pytest.approx(math.log(2))
 
@@ -246,5 +232,4 @@ def test_mutual_information_is_never_negative() -> None:
     layout = LAYOUTS[2]
     draws = torch.randn(layout.num_params, generator=torch.Generator().manual_seed(5)).expand(1, 200, -1)
     prediction = predict("mc", Samples(draws, layout), inputs(layout, count=500).float(), num_samples=None)
-    assert prediction.mutual_info is not None
     assert 0 <= prediction.mutual_info.min() <= prediction.mutual_info.max() < 1e-5

@@ -113,7 +113,6 @@ def test_draws_are_averaged_label_by_label_however_they_are_cut() -> None:
     torch.testing.assert_close(found.probs, probs.mean(dim=0))
     torch.testing.assert_close(found.entropy, entropy(found.probs, is_exclusive=False).float())
     expected = torch.distributions.Bernoulli(probs=probs.double()).entropy().mean(dim=0).sum(dim=1)
-    assert found.mutual_info is not None
     assert found.group_probs is not None
     torch.testing.assert_close(found.mutual_info.double(), found.entropy.double() - expected, rtol=1e-4, atol=1e-5)
     ends = np.quantile(probs.double().numpy(), [0.025, 0.975], axis=0, method="weibull")
@@ -146,9 +145,7 @@ def test_the_bridge_gives_each_label_the_beta_of_its_logit(normalize: bool) -> N
         found.interval, np.stack([beta.ppf(0.025), beta.ppf(0.975)], axis=2), rtol=1e-4, atol=1e-6
     )
     values = found.log_concentration
-    assert values is not None
     of_predictions = DETECTORS["dirichlet_variance"].of_predictions
-    assert of_predictions is not None
     rows = of_predictions(None, values.numpy())  # type: ignore[arg-type]
     np.testing.assert_allclose(rows, -beta.var().sum(axis=1), rtol=1e-4)
 
@@ -216,7 +213,6 @@ def test_logits_without_variance_are_drawn_at_their_mean(structure: str) -> None
     features = torch.cat([torch.zeros(1, 4, dtype=torch.float64), inputs(1)])
     prediction = load_integrator("logit-mc").predict(gaussian, features, num_samples=50, generator=seeded())
     np.testing.assert_allclose(prediction.probs[0], np.full(3, 1 / 3), atol=1e-6)
-    assert prediction.interval is not None
     widths = prediction.interval[:, 1] - prediction.interval[:, 0]
     assert widths[0] < 1e-6 < 0.01 < widths[1]
 

@@ -81,7 +81,6 @@ def test_zero_variance_is_the_sigmoid_and_nothing_to_learn(rule: str) -> None:
     mean = torch.tensor([-800.0, -3.0, 0.0, 40.0], dtype=torch.float64)
     prediction = binary_prediction(mean, torch.zeros_like(mean), rule=rule)
     np.testing.assert_allclose(prediction.probs[:, 1], special.expit(mean.numpy()), rtol=1e-6)
-    assert prediction.mutual_info is not None
     assert prediction.interval is not None
     assert prediction.mutual_info.max() < 1e-7
     torch.testing.assert_close(prediction.interval, prediction.probs.amax(dim=1, keepdim=True).expand(-1, 2))
@@ -102,8 +101,6 @@ def test_mutual_information_and_interval_are_those_of_draws() -> None:
         average = p.mean()
         information = stats.entropy([average, 1 - average]) - (special.entr(p) + special.entr(1 - p)).mean()
         interval = np.quantile(p if average > 0.5 else 1 - p, [0.025, 0.975])
-        assert prediction.mutual_info is not None
-        assert prediction.interval is not None
         assert prediction.mutual_info[row].item() == pytest.approx(information, abs=1e-6)
         np.testing.assert_allclose(prediction.interval[row], interval, atol=2e-5)
 
@@ -214,7 +211,6 @@ def test_importance_corrects_a_wrong_gaussian(kind: str) -> None:
     found = weighted.predict(posterior, features).probs[:, 1].double()
     plain = load_integrator("mc").predict(posterior, features, num_samples=4000, generator=seeded()).probs[:, 1]
     drawn = weighted.drawn
-    assert drawn.weights is not None
     draws = torch.sigmoid(BINARY.logits(features, drawn.theta.double()))[:, :, 0]
     error = (drawn.weights.square() @ (draws - exact).square()).sqrt()  # of a self-normalised mean
     assert ((found - exact).abs() < 4 * error).all()
@@ -256,7 +252,6 @@ def test_weights_enter_every_average() -> None:
 def test_weights_are_pareto_smoothed_and_sum_to_one() -> None:
     log_weights = -0.5 * torch.rand(1000, generator=seeded(), dtype=torch.float64).log()  # Pareto of shape 0.5
     weights, pareto_k, warning = importance_weights(log_weights + 5000)
-    assert weights is not None
     assert float(weights.sum()) == pytest.approx(1)
     assert warning is None
     assert pareto_k == pytest.approx(0.5, abs=0.25)

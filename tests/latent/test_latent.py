@@ -17,8 +17,8 @@ from scipy import integrate, stats
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.commands import fit_lbbnn as report
-from bnncli.latent import fit as latent_fit
+from bnncli.commands import fit_lbbnn
+from bnncli.latent import fit
 from bnncli.latent.factors import (
     Coupling,
     Factors,
@@ -191,7 +191,6 @@ def test_drawn_weights_have_the_moments_that_activations_are_drawn_with(has_mult
     assert ((ratio - 1).abs() < 6 * math.sqrt(2 * 5 / count)).all()
     if not has_multipliers:
         own = layer_moments(moments(model.factors, layout), layout)[0]
-        assert own.switching is not None
         exact = (features.square() @ (own.noise + own.switching)[1].T)[0] + model.factors.bias_sd[1].square()
         assert ((by_weights.var(dim=0) / exact - 1).abs() < 6 * math.sqrt(5 / count)).all()
         is_out = (weights == 0).double().mean(dim=0)
@@ -204,7 +203,6 @@ def test_activations_are_mean_plus_standard_deviation_times_noise() -> None:
     weight = Moments(*(torch.rand(2, 3, 4, generator=rng) for _ in range(3)))
     mean, sd, noise = (torch.rand(*shape, generator=rng) for shape in ((2, 3), (2, 3), (2, 5, 3)))
     found = draw_activations(inputs, weight, mean, sd.square(), noise, z)
-    assert weight.switching is not None
     for r, n, j in itertools.product(range(2), range(5), range(3)):
         x, own = inputs[r, n], z[r, n]
         center = (x * own * weight.mean[r, j]).sum() + mean[r, j]
@@ -271,7 +269,6 @@ def test_the_auxiliary_density_is_a_gaussian_pulled_through_its_flow() -> None:
     z = torch.randn(2, 5, 3, generator=rng, dtype=torch.float64)
     noise = torch.randn(2, 5, 4, generator=rng, dtype=torch.float64)
     found = model.log_auxiliary(z, weight, noise)
-    assert weight.switching is not None
     for r, m in itertools.product(range(2), range(5)):
         e, own = model.readout[r], z[r, m]
         mean = weight.mean[r] @ (e * own)
@@ -302,10 +299,10 @@ def test_the_flow_part_of_the_reported_bound_is_of_weights_that_are_drawn(
     else:  # activations follow the inclusions, far from a Gaussian
         for tensor in ("readout", "location", "log_scale"):
             getattr(model.multipliers[0], tensor).mul_(10)
-    monkeypatch.setattr(report, "FLOW_DRAWS", count)
-    monkeypatch.setattr(report, "NUM_PASSES", count // 4)
+    monkeypatch.setattr(fit_lbbnn, "FLOW_DRAWS", count)
+    monkeypatch.setattr(fit_lbbnn, "NUM_PASSES", count // 4)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
-    found = report._flow_divergences(run, LatentBinary(model, best=1), seeded(2))
+    found = fit_lbbnn._flow_divergences(run, LatentBinary(model, best=1), seeded(2))
     assert found.shape == (count, 1)
 
     part, factors, rng = model.multipliers[0], model.factors, seeded(3)
@@ -446,10 +443,10 @@ def test_draws_and_flows_stay_where_the_model_is(has_multipliers: bool) -> None:
     posterior = LatentBinary(moved, tuple(moved.multiplier_means(seeded(0))), 1, *scaling)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
     found = [posterior.sample(3, seeded(1)), posterior.center, posterior.mean_theta, posterior.pruned(0.3)]
-    found.append(latent_fit.average_divergence(moved, seeded(2), 4))
+    found.append(fit.average_divergence(moved, seeded(2), 4))
     found.append(layer_moments(weight_moments(moved, "exact"), SMALL)[0].mean)
     if has_multipliers:
-        found.append(report._flow_divergences(run, posterior, seeded(3)))
+        found.append(fit_lbbnn._flow_divergences(run, posterior, seeded(3)))
     assert {part.device.type for part in found} == {"meta"}
 
 
@@ -542,7 +539,7 @@ def test_learning_rates_follow_the_plan(schedule: str) -> None:
     multipliers = tuple(initial_model(i, 1, seeded(i), hidden=(5,)) for _, i in SMALL.shapes)
     model = LatentModel(SMALL, initial_factors(SMALL, 1, seeded(1)), prior_of(2), multipliers)
     inputs = Inputs(FeatureBlocks(features.float(), features.device))
-    learner = latent_fit.LatentLearner(model, inputs, labels, plan, seeded(2))
+    learner = fit.LatentLearner(model, inputs, labels, plan, seeded(2))
     rates: list[list[float]] = []
 
     class Watched(SilentProgress):
@@ -586,7 +583,7 @@ def test_a_learnt_prior_is_frozen_after_the_early_epochs() -> None:
 
 def test_the_divergence_with_multipliers_is_its_mean_over_them() -> None:
     model, count = model_of(SMALL, has_multipliers=True), 9
-    found = latent_fit.average_divergence(model, seeded(4), count)
+    found = fit.average_divergence(model, seeded(4), count)
     rng, total = seeded(4), torch.zeros(2, 2, dtype=torch.float64)
     draws = [part.draw(torch.randn(2, count, part.start_mean.shape[1], generator=rng))[0] for part in model.multipliers]
     for index in range(count):
@@ -610,7 +607,7 @@ def test_batches_of_an_epoch_are_all_examples_once_each_with_its_share(
         fits.append(float(step.log_likelihood))
         return step._replace(flow=torch.full((1, 1), float(len(batch.features))))
 
-    monkeypatch.setattr(latent_fit, "differentiate", watched)
+    monkeypatch.setattr(fit, "differentiate", watched)
     model = LatentModel(layout, initial_factors(layout, 1, seeded(1)), prior_of(1))
     plan = Plan(epochs=2, batch_size=8, learning_rate=0.01, shuffles=shuffles)
     labels = torch.arange(30) % 2

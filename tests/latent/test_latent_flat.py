@@ -15,8 +15,7 @@ from problems.seeds import seeded
 from problems.threads import in_threads
 from torch import Tensor
 
-from bnncli.latent import fit as apart
-from bnncli.latent import fit as scaling
+from bnncli.latent import fit as latent_fit
 from bnncli.latent.factors import Factors, Moments, initial_factors, initial_model, num_params
 from bnncli.latent.fit import (
     EstimatorSettings,
@@ -264,7 +263,7 @@ def fitted_apart(team: Team, estimator: str) -> tuple[LatentModel, History]:
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups have room for the weights of two networks."""
-    monkeypatch.setitem(apart.GROUP_WEIGHTS, "cpu", 2 * PAIR_LAYOUT.num_weights + 1)
+    monkeypatch.setitem(latent_fit.GROUP_WEIGHTS, "cpu", 2 * PAIR_LAYOUT.num_weights + 1)
 
 
 @pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
@@ -327,7 +326,7 @@ def test_groups_follow_from_sizes_alone(sizes: tuple[int, ...], num_repeats: int
 
 @pytest.mark.parametrize("block_bytes", [8, 8 * 3 * 7, 2**26])
 def test_moments_are_those_of_numpy_however_large_the_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    monkeypatch.setattr(scaling, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(latent_fit, "_BLOCK_BYTES", block_bytes)
     features = torch.randn(40, 3, generator=seeded(0)) * torch.tensor([1.0, 30.0, 0.01]) + 1000
     found = Scaling.of(features, CPU)
     doubled = features.double().numpy()
@@ -393,7 +392,7 @@ def test_the_nll_of_blocks_is_that_of_all_rows_at_once(monkeypatch: pytest.Monke
     features = torch.randn(50, 6, generator=seeded(2))
     labels = torch.randint(0, 3, (50,), generator=seeded(3))
     whole = nll_of_repeats(_start(), features, labels, seeded(5))
-    monkeypatch.setattr(scaling, "_ROWS", {"cpu": 7, "cuda": 7})
+    monkeypatch.setattr(latent_fit, "_ROWS", {"cpu": 7, "cuda": 7})
     torch.testing.assert_close(nll_of_repeats(_start(), features, labels, seeded(5)), whole)
 
 

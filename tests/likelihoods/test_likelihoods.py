@@ -483,7 +483,6 @@ def own_target() -> LastLayerTarget:
 
 def naive_log_joint(target: LastLayerTarget, theta: Tensor) -> Tensor:
     weight, bias = OWN_LAYOUT.split(theta)
-    assert bias is not None
     distribution = torch.distributions.Bernoulli(logits=target.features @ weight.T + bias)
     value = distribution.log_prob(one_hot(target.labels, 3).double()).sum()
     return value + torch.distributions.Normal(torch.zeros_like(theta), 2.0**-0.5).log_prob(theta).sum()

@@ -273,14 +273,11 @@ def test_a_real_torchscript_file_is_recognised(tmp_path: Path) -> None:
 
 
 WRONG_FILES = {
-    "empty": b"",
-    "git-LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n",
-    "web page": b"\n<!DOCTYPE html><html>login</html>",
-    "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
-    "NumPy array": b"\x93NUMPY\x01\x00" + bytes(100),
-    "gzip": b"\x1f\x8b\x08" + bytes(100),
+    "empty": b"", "git-LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n",
+    "web page": b"\n<!DOCTYPE html><html>login</html>", "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
+    "NumPy array": b"\x93NUMPY\x01\x00" + bytes(100), "gzip": b"\x1f\x8b\x08" + bytes(100),
     "neither a torch nor a safetensors": b"hello" * 100,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", WRONG_FILES)
@@ -405,14 +402,11 @@ def test_safetensors_with_a_bad_header_is_refused(tmp_path: Path, kind: str) -> 
 
 
 NOT_STATES = {
-    "got list": [torch.ones(2)],
-    "got Tensor": torch.ones(2),
+    "got list": [torch.ones(2)], "got Tensor": torch.ones(2),
     "no state dict found: the file holds 'epoch', 'optimizer'": {"epoch": 3, "optimizer": {"lr": 0.1}},
-    "'epoch' is int": {"w": torch.ones(2), "epoch": 3},
-    "got the key '3'": {3: torch.ones(2)},
-    "holds no tensors": {},
+    "'epoch' is int": {"w": torch.ones(2), "epoch": 3}, "got the key '3'": {3: torch.ones(2)}, "holds no tensors": {},
     "sparse": {"w": torch.ones(2).to_sparse()},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", NOT_STATES)

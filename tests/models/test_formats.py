@@ -7,6 +7,9 @@ import json
 import math
 import pickle
 import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,15 +18,17 @@ import pytest
 import torch
 from problems.command_line import Cli
 from problems.optional_libraries import library
+from problems.outputs import Told
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
-from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
+from bnncli.data.arrays import read_npz
+from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.models.build import load_network
-from bnncli.models.checkpoint_files import STAND_INS, Array, NumberType, number
-from bnncli.models.checkpoints import find_states, load_checkpoint, load_whole
+from bnncli.models.checkpoint_files import STAND_INS, UNCHECKED, Array, NumberType, check_checksums, number
+from bnncli.models.checkpoints import convert_checkpoint, find_states, load_checkpoint, load_whole
 from bnncli.models.recognition import guess, possible_heads
 from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics.digests import tensor_digest
@@ -41,17 +46,13 @@ def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 INSIDE = {**under("model.", RAW), **under("ema_model.module.", MEAN), "ema_model.n_averaged": torch.ones(())}
 SAVED: dict[str, tuple[Any, str, str]] = {
-    "two keys": (
-        {"state_dict": RAW, "state_dict_ema": MEAN, "optimizer": {"state": {0: RAW}}},
-        "ema",
-        "state_dict_ema",
-    ),
+    "two keys": ({"state_dict": RAW, "state_dict_ema": MEAN, "optimizer": {"state": {0: RAW}}}, "ema", "state_dict_ema"),
     "a callback's": ({"state_dict": RAW, "callbacks": {"EMA": {"weights": MEAN}}}, "ema", "callbacks.EMA.weights"),
     "by its key": ({"net": RAW, "trainer": {"best": MEAN}}, "trainer.best", "trainer.best"),
     "a prefix": ({"state_dict": INSIDE}, "ema_model", "state_dict.ema_model"),
     "found prefix": ({"state_dict": INSIDE}, "ema", "state_dict.ema_model.module"),
     "a prefix at the top": (INSIDE, "ema_model.module", "ema_model.module"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SAVED)
@@ -63,12 +64,6 @@ def test_the_state_that_is_asked_for_is_taken(tmp_path: Path, case: str) -> None
     assert checkpoint.selected_key == key
     again = load_checkpoint(tmp_path / "a.pt", wanted=key)
     assert again.weights_digest == checkpoint.weights_digest
-
-
-def test_the_raw_weights_can_be_had_where_the_averaged_ones_are_the_usual(tmp_path: Path) -> None:
-    torch.save(SAVED["two keys"][0], tmp_path / "a.pt")
-    checkpoint = load_checkpoint(tmp_path / "a.pt", wanted="state_dict")
-    assert (checkpoint.weights_digest, checkpoint.notes) == (tensor_digest(RAW), ())
 
 
 def test_all_states_are_listed_and_nothing_else() -> None:
@@ -113,14 +108,8 @@ def two_states(tmp_path: Path) -> list[object]:
     torch.save([first, second], tmp_path / "networks")
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32), y=np.arange(6) % 3)
     return [
-        "extract-features",
-        tmp_path / "net.pt",
-        "--model",
-        "mlp",
-        "--data",
-        f"train=npz:{tmp_path}/d.npz",
-        "--json",
-    ]
+        "extract-features", tmp_path / "net.pt", "--model", "mlp", "--data", f"train=npz:{tmp_path}/d.npz", "--json",
+    ]  # fmt: skip
 
 
 def test_the_chosen_state_is_run_and_recorded(cli: Cli, two_states: list[object], tmp_path: Path) -> None:
@@ -207,12 +196,8 @@ OF_TORCHVISION = [
 ]  # fmt: skip
 OF_TIMM = ["vit_tiny_patch16_224", "vit_small_patch16_384", "vit_base_patch32_384", "convnext_tiny"]
 IN_WORDS = [
-    "seresnet50",
-    "convnextv2_tiny",
-    "vit_base_patch16_clip_224",
-    "deit_tiny_distilled_patch16_224",
-    "efficientnet_b0",
-]
+    "seresnet50", "convnextv2_tiny", "vit_base_patch16_clip_224", "deit_tiny_distilled_patch16_224", "efficientnet_b0",
+]  # fmt: skip
 
 
 def shapes_of(network: torch.nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]:
@@ -226,7 +211,6 @@ def test_a_network_of_torchvision_has_its_name(name: str) -> None:
     with torch.device("meta"):
         shapes = shapes_of(models.get_model(name, weights=None, num_classes=7), "model.backbone.")
     found = guess(shapes)
-    assert found is not None
     assert found.model == f"torchvision:{name}"
     assert possible_heads(shapes)[0].num_classes == 7
 
@@ -237,7 +221,6 @@ def test_a_network_of_timm_has_its_name(name: str) -> None:
 
     with torch.device("meta"):
         found = guess(shapes_of(timm.create_model(name, num_classes=7)))
-    assert found is not None
     assert found.model == f"timm:{name}"
 
 
@@ -247,7 +230,6 @@ def test_what_shapes_do_not_decide_is_said_in_words(name: str) -> None:
 
     with torch.device("meta"):
         found = guess(shapes_of(timm.create_model(name, num_classes=7)))
-    assert found is not None
     assert found.model is None
     assert found.text.startswith("looks like")
 
@@ -258,14 +240,12 @@ def test_a_small_image_network_is_no_standard_one() -> None:
     network = models.resnet18(num_classes=7)
     network.conv1 = torch.nn.Conv2d(3, 64, 3)
     found = guess(shapes_of(network))
-    assert found is not None
     assert (found.model, "looks like resnet18" in found.text) == (None, True)
 
 
 def test_the_weights_of_a_hugging_face_classifier_ask_for_its_folder() -> None:
     names = ("bert.embeddings.word_embeddings.weight", "bert.pooler.dense.weight", "classifier.weight")
     found = guess(dict.fromkeys(names, (2, 2)))
-    assert found is not None
     assert found.text == "looks like a Hugging Face bert classifier; such models come in a folder with config.json"
     assert guess({"fc.weight": (2, 2)}) is None
 
@@ -334,7 +314,6 @@ def test_what_lightnings_trainer_saves_gives_the_logits_of_its_module(cli: Cli, 
         assert done.code == 0, done.stderr
         assert said in done.stderr
         stored = read_features(tmp_path / f"{name}.ckpt.bnn/features/train.h5")
-        assert stored.head_weight is not None
         logits = stored.features @ stored.head_weight.T + stored.head_bias
         assert "raw weights" not in done.stderr
         np.testing.assert_allclose(logits, expected, atol=1e-5)
@@ -589,3 +568,113 @@ def test_the_names_are_those_that_pickles_have() -> None:
     saved = pickle.dumps((np.float64(0.5), Path("a/b"), np.arange(2)))
     half, place, _ = Named(io.BytesIO(saved)).load()
     assert (half, place) == (0.5, "a/b")
+
+
+TWO_TENSORS = {"fc.weight": torch.linspace(-1, 1, 600).reshape(20, 30), "fc.bias": torch.arange(20.0)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.save(TWO_TENSORS, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def content_positions(path: Path) -> list[int]:
+    """Where the bytes of all members lie in a zip file whose members are stored."""
+    raw = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        members = [(raw.index(archive.read(one)), one.file_size) for one in archive.infolist() if one.file_size > 4]
+    return [start + place for start, size in members for place in range(size)]
+
+
+def flipped(path: Path, position: int, bit: int) -> Path:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    target = path.with_name(f"flipped{path.suffix}")
+    target.write_bytes(content)
+    return target
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_every_flipped_bit_of_the_content_is_told(saved: Path, trust: bool) -> None:
+    generator = np.random.default_rng(0)
+    for position in generator.choice(content_positions(saved), size=100, replace=False):
+        path = flipped(saved, int(position), int(generator.integers(8)))
+        with pytest.raises(DataError, match="is damaged: checksum mismatch") as caught:
+            convert_checkpoint(path, trust_pickle=trust)
+        assert (caught.value.code, caught.value.hint) == ("damaged", "copy or download it again")
+
+
+def outcomes(path: Path, read: Callable[[Path], str], stride: int) -> set[str]:
+    """What reading gives for a file with one byte flipped, at every so many places: a digest, or "refused"."""
+    found = set()
+    for position in range(0, path.stat().st_size, stride):
+        try:
+            found.add(read(flipped(path, position, position % 8)))
+        except (DataError, Untrusted):
+            found.add("refused")
+    return found
+
+
+def test_a_file_with_a_flipped_byte_anywhere_is_refused_or_means_the_same(saved: Path) -> None:
+    whole = load_checkpoint(saved).weights_digest
+    assert outcomes(saved, lambda path: load_checkpoint(path).weights_digest, 19) == {"refused", whole}
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_npz_file_with_a_flipped_byte_anywhere_is_refused_or_means_the_same(
+    tmp_path: Path, save: Callable[..., None]
+) -> None:
+    save(tmp_path / "a.npz", x=np.linspace(0, 1, 300).reshape(30, 10), y=np.arange(30))
+    digest = tensor_digest(read_npz(tmp_path / "a.npz", ("x", "y")))
+    read = outcomes(tmp_path / "a.npz", lambda path: tensor_digest(read_npz(path, ("x", "y"))), 17)
+    assert read == {"refused", digest}
+
+
+def test_a_checkpoint_saved_without_checksums_is_read_and_said_to_have_none(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(TWO_TENSORS, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    checkpoint = load_checkpoint(tmp_path / "a.pt")
+    assert checkpoint.notes == (UNCHECKED,)
+    assert checkpoint.weights_digest == tensor_digest(TWO_TENSORS)
+
+
+def test_one_member_without_a_checksum_among_others_that_have_one_is_damage(saved: Path) -> None:
+    content = saved.read_bytes()
+    checksum = zlib.crc32(TWO_TENSORS["fc.weight"].numpy().tobytes()).to_bytes(4, "little")
+    assert content.count(checksum) == 2  # behind the member, and in the directory
+    saved.write_bytes(content.replace(checksum, bytes(4)))
+    with pytest.raises(DataError, match="checksum mismatch"):
+        load_checkpoint(saved)
+
+
+def test_every_byte_is_looked_at_in_blocks_that_a_signal_can_end(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1_000_000)}, tmp_path / "a.pt")
+    told = Told()
+    with open(tmp_path / "a.pt", "rb") as stream:
+        assert check_checksums(stream, told)
+    assert sum(told.steps) == sum(total for _, total in told.tasks)
+    assert max(told.steps) <= 1 << 20
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_a_damaged_checkpoint_is_one_line_and_65(cli: Cli, saved: Path, command: str) -> None:
+    path = flipped(saved, content_positions(saved)[-100], 3)
+    done = cli(command, path, *([saved.with_name("out.safetensors")] if command == "convert" else []))
+    assert (done.code, done.stdout) == (65, "")
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
+    assert not saved.with_name("out.safetensors").exists()
+
+
+def test_a_failure_of_the_disk_is_not_called_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", fail)
+    with pytest.raises(BnnError, match="Input/output error") as caught:
+        load_checkpoint(saved)
+    assert (caught.value.exit, caught.value.code) == (74, "read_failed")

@@ -27,7 +27,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
 from bnncli.models import ModelRequest
 from bnncli.models.head_search import find_head
-from bnncli.models.kinds import jit as _script_program
+from bnncli.models.kinds import jit
 from bnncli.models.kinds.export import open_model as open_exported
 from bnncli.models.kinds.jit import open_model as open_script
 
@@ -100,6 +100,12 @@ def traced(path: Path, net: nn.Module) -> Path:
         warnings.simplefilter("ignore")
         torch.jit.trace(net, IMAGES, strict=False).save(str(path))
     return path
+
+
+def built(form: str, folder: Path, net: nn.Module) -> nn.Module:
+    """The graph of a network that is saved as `export` or `jit` does."""
+    save, opened = {"export": (exported, open_exported), "jit": (traced, open_script)}[form]
+    return opened(str(save(folder / "net.pt2", net)), ModelRequest()).build(None)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -201,12 +207,8 @@ def test_wrong_inputs_of_a_script_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["export", "jit"])
 def test_a_program_made_in_training_mode_is_refused(form: str, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(36, 3)).train()
-    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[
-        form
-    ]()
-    opened = {"export": open_exported, "jit": open_script}[form]
     with pytest.raises(DataError, match="in training mode: its dropout is random"):
-        opened(str(made), ModelRequest()).build(None)
+        built(form, tmp_path, net)
 
 
 def changed(path: Path, old: str, new: str, *, of: str = "models/model.json") -> Path:
@@ -270,11 +272,8 @@ def test_a_tensor_that_claims_more_than_the_file_has_is_refused(tmp_path: Path) 
 def test_weights_that_are_not_finite_are_refused(form: str, tmp_path: Path) -> None:
     net = network("linear")
     net.body[0].weight.data[0] = float("nan")  # type: ignore[index,union-attr]
-    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt", net)}[
-        form
-    ]()
     with pytest.raises(DataError, match="weights are not finite"):
-        {"export": open_exported, "jit": open_script}[form](str(made), ModelRequest()).build(None)
+        built(form, tmp_path, net)
 
 
 @pytest.mark.parametrize("member", [".py", "constants.pkl"])
@@ -413,7 +412,7 @@ def test_a_script_is_read_as_torch_reads_it(tmp_path: Path, monkeypatch: pytest.
     restored(path, write, rename=lambda name: name.replace(".py", ".PY"))
     with pytest.raises(Untrusted, match=r"torch\.save"):
         open_script(str(path), ModelRequest()).build(None)
-    monkeypatch.setattr(_script_program, "_MAX_UNPACKED", -(1 << 20))
+    monkeypatch.setattr(jit, "_MAX_UNPACKED", -(1 << 20))
     with pytest.raises(DataError, match="MB more than the archive"):
         open_script(str(restored(path)), ModelRequest()).build(None)
     assert not Path("mark").exists()
@@ -439,7 +438,7 @@ def test_the_graphs_decide_what_a_script_calls(tmp_path: Path, monkeypatch: pyte
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.script(nn.Sequential(Aside())).save(str(tmp_path / "net.pt"))
-    monkeypatch.setattr(_script_program, "_check_archive", lambda stream: stream.seek(0) or stream)
+    monkeypatch.setattr(jit, "_check_archive", lambda stream: stream.seek(0) or stream)
     with pytest.raises(Untrusted, match="calls 'aten::save'"):
         open_script(str(tmp_path / "net.pt"), ModelRequest()).build(None)
 
@@ -460,10 +459,7 @@ class Placed(nn.Module):
 @pytest.mark.parametrize("form", ["export", "jit"])
 def test_graphs_run_on_a_gpu(form: str, tmp_path: Path) -> None:
     net = Placed()
-    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[
-        form
-    ]()
-    graph = {"export": open_exported, "jit": open_script}[form](str(made), ModelRequest()).build(None)
+    graph = built(form, tmp_path, net)
     with pretend_cuda.pretend() as gpu, torch.inference_mode():
         found = graph.to("cuda:0")(IMAGES.to("cuda:0"))
         assert found.device.type == "cuda"
@@ -476,8 +472,7 @@ def test_graphs_run_on_a_gpu(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["export", "jit"])
 def test_tensors_that_a_program_makes_on_the_cpu_are_made_where_its_inputs_are(form: str, tmp_path: Path) -> None:
     net = Placed(counts=True)
-    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net", net)}[form]()
-    graph = {"export": open_exported, "jit": open_script}[form](str(made), ModelRequest()).build(None)
+    graph = built(form, tmp_path, net)
     torch.testing.assert_close(graph(IMAGES), net(IMAGES))
     assert graph.to("meta")(IMAGES.to("meta")).device.type == "meta"
 
@@ -542,11 +537,11 @@ class LoopsForEver(nn.Module):
 
 def test_a_program_whose_loading_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.jit.script(LoopsWhenLoaded()).save(str(tmp_path / "net.pt"))
-    monkeypatch.setattr(_script_program, "_LOAD_SECONDS", 0.3)
+    monkeypatch.setattr(jit, "_LOAD_SECONDS", 0.3)
     with pytest.raises(
         DataError, match=r"loading the program did not finish in 0.3 s: its __setstate__ contains a loop"
     ):
-        _script_program.read_program(tmp_path / "net.pt")
+        jit.read_program(tmp_path / "net.pt")
 
 
 @pytest.mark.long

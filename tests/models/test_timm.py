@@ -68,12 +68,9 @@ def test_a_folder_that_timm_wrote_brings_weights_inputs_and_names(is_safe: bool,
     network = small()
     config = {"mean": (0.1, 0.2, 0.3), "std": (0.3, 0.2, 0.1), "input_size": (3, 64, 96), "crop_pct": 0.5}
     folder = save_folder(
-        tmp_path / "f",
-        network,
-        model_config={"label_names": list(NAMES)},
-        data_config=config,
+        tmp_path / "f", network, model_config={"label_names": list(NAMES)}, data_config=config,
         safe_serialization=is_safe,
-    )
+    )  # fmt: skip
     saved = open_model(f"timm:{folder}", ModelRequest())
     assert saved.classes == NAMES
     assert [path.name for path in saved.files] == [

@@ -102,38 +102,18 @@ def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "arguments", "kind", "told"),
     [
-        (
-            "torchvision:resnet19",
-            {},
-            UsageError,
-            "no classifier 'resnet19' in torchvision.models; similar names: 'resnet",
-        ),
+        ("torchvision:resnet19", {}, UsageError, "no classifier 'resnet19' in torchvision.models; similar names: 'resnet"),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, UsageError, "no classifier 'fasterrcnn_resnet50_fpn'"),
         (f"torchvision:{SMALL}:V9", {}, UsageError, "expected weights IMAGENET1K_V1.*; got 'V9'"),
         (f"torchvision:{SMALL}:", {}, UsageError, r"expected torchvision:NAME\[:WEIGHTS\]"),
         (f"torchvision:{SMALL}", {"weights": "DEFAULT"}, UsageError, "the weights come from the checkpoint"),
         (f"torchvision:{SMALL}", {"no_such": "1"}, UsageError, ": TypeError:.*no_such"),
-        (
-            f"torchvision:{SMALL}",
-            {"num_classes": "4"},
-            DataError,
-            r"'fc.weight' has shape \(3, 1024\) in the checkpoint",
-        ),
-        (
-            "torchvision:googlenet",
-            {},
-            UsageError,
-            "normalises its input again if it was trained from published weights",
-        ),
+        (f"torchvision:{SMALL}", {"num_classes": "4"}, DataError, r"'fc.weight' has shape \(3, 1024\) in the checkpoint"),
+        ("torchvision:googlenet", {}, UsageError, "normalises its input again if it was trained from published weights"),
         ("torchvision:shufflenet_v2_x1_0", {}, DataError, "has shape"),
-        (
-            "torchvision:squeezenet1_1",
-            {},
-            DataError,
-            "the checkpoint does not match the network 'torchvision:squeezenet1_1'",
-        ),
+        ("torchvision:squeezenet1_1", {}, DataError, "the checkpoint does not match the network 'torchvision:squeezenet1_1'"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_built_is_told(spec: str, arguments: dict[str, str], kind: type[BnnError], told: str) -> None:
     with pytest.raises(kind, match=told) as error:
         open_model(spec, ModelRequest(arguments)).build(small().state_dict())

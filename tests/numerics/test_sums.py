@@ -15,7 +15,7 @@ from bnncli.errors import UsageError
 from bnncli.evaluation.feature_scores import Mahalanobis
 from bnncli.flows import build_layers
 from bnncli.integrators._partitions import central_interval
-from bnncli.numerics import random as shuffled
+from bnncli.numerics import random
 from bnncli.numerics.dirichlet import cumulative_lengths, ranked_lengths
 from bnncli.numerics.random import permutation, stream_seed
 from bnncli.numerics.running_sum import running_sum, running_sum_by_products
@@ -203,5 +203,5 @@ def test_a_permutation_is_torch_s_of_the_same_seed(num_items: int) -> None:
 
 def test_a_long_permutation_is_the_same_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     short = permutation(50, 3)
-    monkeypatch.setattr(shuffled, "_LONG", 50)
+    monkeypatch.setattr(random, "_LONG", 50)
     np.testing.assert_array_equal(permutation(50, 3), short)

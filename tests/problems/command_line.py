@@ -46,12 +46,9 @@ Cli = Callable[..., Invocation]  # the fixture `cli`: cli("refine", path, "--epo
 
 # What makes a finished run of features: each is followed by the run.
 STEPS: tuple[tuple[object, ...], ...] = (
-    ("fit-laplace", "--prior-precision", "10"),
-    ("refine", "--epochs", 1, "--length", 2),
-    ("hmc", "--chains", 8, "--warmup", 8, "--draws", 16),
-    ("predict",),
-    ("evaluate",),
-)
+    ("fit-laplace", "--prior-precision", "10"), ("refine", "--epochs", 1, "--length", 2),
+    ("hmc", "--chains", 8, "--warmup", 8, "--draws", 16), ("predict",), ("evaluate",),
+)  # fmt: skip
 
 
 def new_run(cli: Cli, run: Path, arrays: Mapping[str, np.ndarray], *words: object) -> Path:

@@ -13,26 +13,15 @@ from bnncli.parameters.layouts import HeadLayout
 from problems.seeds import seeded
 
 LAYOUTS = {
-    1: HeadLayout(1, 1, has_bias=False),
-    2: HeadLayout(1, 1),
-    5: HeadLayout(1, 4),
-    30: HeadLayout(3, 9),
+    1: HeadLayout(1, 1, has_bias=False), 2: HeadLayout(1, 1), 5: HeadLayout(1, 4), 30: HeadLayout(3, 9),
     850: HeadLayout(10, 84),
-}
+}  # fmt: skip
 # Every flow with the settings that its tests run with; a flow that is not here fails test_every_flow_has_an_example.
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [
-    ("affine", {"scale": "kron"}),
-    ("affine", {"scale": "block"}),
-    ("affine", {"scale": "low-rank"}),
-    ("affine", {"scale": "diag"}),
-    ("householder", {}),
-    ("iaf", {"hidden": 7}),
-    ("planar", {}),
-    ("radial", {}),
-    ("realnvp", {"hidden": 7}),
-    ("spline", {"hidden": 7}),
-    ("sylvester", {}),
-]
+    ("affine", {"scale": "kron"}), ("affine", {"scale": "block"}), ("affine", {"scale": "low-rank"}),
+    ("affine", {"scale": "diag"}), ("householder", {}), ("iaf", {"hidden": 7}), ("planar", {}), ("radial", {}),
+    ("realnvp", {"hidden": 7}), ("spline", {"hidden": 7}), ("sylvester", {}),
+]  # fmt: skip
 every_flow = pytest.mark.parametrize(("kind", "settings"), EXAMPLES, ids=lambda value: str(value))
 exact_start = pytest.mark.parametrize(
     ("kind", "settings"), [case for case in EXAMPLES if case[0] not in ("planar", "radial")], ids=str

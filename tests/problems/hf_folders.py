@@ -41,12 +41,8 @@ _WAVES: dict[str, Any] = {
 }  # fmt: skip
 _LAYERED: dict[str, Any] = {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True}
 _SPECTRA: dict[str, Any] = {
-    "frequency_stride": 16,
-    "time_stride": 16,
-    "patch_size": 16,
-    "max_length": 48,
-    "num_mel_bins": 16,
-}
+    "frequency_stride": 16, "time_stride": 16, "patch_size": 16, "max_length": 48, "num_mel_bins": 16,
+}  # fmt: skip
 AUDIO_MODELS: dict[str, dict[str, Any]] = {
     "Wav2Vec2": _WAVES,
     "Wav2Vec2-layer": _LAYERED,

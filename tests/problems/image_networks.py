@@ -49,7 +49,6 @@ def settled(network: Any, size: int = 96) -> Any:
 def logits_of_ours(spec: str, state: Any, images: list[Image.Image], **arguments: str) -> torch.Tensor:
     """What the model of KIND:PLACE makes of images with its own preprocessing."""
     saved = open_model(spec, ModelRequest(arguments))
-    assert saved.transform is not None
     inputs = saved.transform(images).inputs
     with torch.no_grad():
         return saved.build(state)(torch.from_numpy(np.asarray(inputs)))

@@ -26,10 +26,19 @@ def posterior_file(run: Path, name: str) -> Path:
 
 
 class Told(SilentProgress):
-    """Keeps what it is warned of."""
+    """Keep what progress is told: names and totals of tasks, steps, and warnings."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.tasks: list[tuple[str, int]] = []
+        self.steps: list[int] = []
+
+    def task(self, name: str, total: int) -> Told:
+        self.tasks.append((name, total))
+        return self
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self.steps.append(amount)
 
     def warn(self, text: str) -> None:
         self.lines.append(text)

@@ -25,12 +25,9 @@ def free_port() -> int:
 def _environments(size: int) -> list[dict[str, str]]:
     """What torchrun says to each, by its rank; on one thread each."""
     common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "OMP_NUM_THREADS": "1",
-    }
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
     return [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 

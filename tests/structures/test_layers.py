@@ -463,7 +463,6 @@ def test_on_a_gpu_it_is_made_and_kept_there(structure: str, monkeypatch: pytest.
     expected = covariance_of(target, structure).unwhiten(torch.ones(1, target.layout.num_params))
     with pretend_cuda.pretend() as gpu:
         there = make_target(*chosen)
-        assert there.layout.network is not None
         there.layout.network.module.to(gpu.device)
         there = replace(there, labels=there.labels.to(gpu.device))
         found = covariance_of(there, structure).unwhiten(torch.ones(1, target.layout.num_params, device=gpu.device))

@@ -25,7 +25,7 @@ from bnncli.structures.logit_gaussian import covariances_together, logit_gaussia
 from bnncli.structures.logits import LogitCovariance, LogitGaussian, Pulled, head_spread, pull_back_logits
 from bnncli.structures.network_logits import keeping
 from bnncli.structures.row_space import WithinRows
-from bnncli.targets import blocks as stream
+from bnncli.targets import blocks
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.row_space import RowSpace
@@ -62,7 +62,7 @@ def test_the_jacobian_of_a_head_is_autograds() -> None:
 def test_the_short_way_of_a_structure_is_that_of_any(
     structure: str, layout: HeadLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 2 * layout.num_outputs * layout.num_params)  # several blocks
+    monkeypatch.setitem(blocks.BLOCK_ELEMENTS, "cpu", 2 * layout.num_outputs * layout.num_params)  # several blocks
     covariance = make_covariance(structure, layout)
     short = head_spread(covariance, layout)
     assert not isinstance(short, Pulled)

@@ -6,14 +6,16 @@ import signal
 
 import pytest
 import torch
+from problems.heads import at_random, head_target
 from problems.seeds import seeded
 from problems.threads import in_threads
 from torch import Tensor
 
 from bnncli.errors import Interrupted, NumericError
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.structures import root_for_many
 from bnncli.structures.factorisation import inverse_root, panelled_root, root_of_sum
-from bnncli.structures.full import Full
+from bnncli.structures.full import Full, LastLayerFull
 from bnncli.system import signals
 from bnncli.system.workers import Team
 
@@ -38,7 +40,6 @@ def root_by(team: Team, matrix: Tensor) -> Tensor | None:
 def test_a_root_is_lower_triangular_and_gives_the_inverse(size: int) -> None:
     precision = precision_of(size)
     root = root_by(ALONE, precision)
-    assert root is not None
     assert torch.equal(root, root.tril())
     torch.testing.assert_close(root @ root.T @ precision, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-7)
     torch.testing.assert_close(root @ root.T, torch.linalg.inv(precision), rtol=1e-7, atol=1e-9)
@@ -120,3 +121,26 @@ def test_a_root_laid_out_for_many_products_gives_those_of_the_dense_one(size: in
         assert laid_out.unwhiten(vectors).dtype == dtype
         torch.testing.assert_close(laid_out.unwhiten(vectors).double(), vectors @ root.T, rtol=accuracy, atol=accuracy)
         torch.testing.assert_close(laid_out.pull_back(vectors).double(), vectors @ root, rtol=accuracy, atol=accuracy)
+
+
+LAYOUTS = [
+    HeadLayout(4, 3), HeadLayout(3, 30), HeadLayout(5, 4, has_bias=False), HeadLayout(1, 6),
+    HeadLayout(3, 5, likelihood_name="multilabel"),
+]  # fmt: skip
+
+
+def labels(features: Tensor, layout: HeadLayout, generator: torch.Generator) -> Tensor:
+    if layout.likelihood_name == "multilabel":
+        return torch.randint(2, (len(features), layout.num_outputs), generator=generator)
+    return at_random(features, layout, generator)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("step", [1, 4, 7, 1000])
+def test_rows_are_those_of_the_whole(layout: HeadLayout, step: int) -> None:
+    target = head_target(layout, 50, labels=labels, prior=1.0)
+    theta = torch.linspace(-1, 1, layout.num_params, dtype=torch.float64)
+    whole, rows = LastLayerFull.hessian(target, theta)["hessian.full"], LastLayerFull.rows(target, theta)
+    for start in range(0, layout.num_params, step):
+        stop = min(start + step, layout.num_params)
+        assert torch.equal(rows(start, stop), whole[start:stop])

@@ -88,7 +88,6 @@ def test_the_fisher_matrix_is_the_ggn_where_labels_are_drawn_from_the_model() ->
 def test_the_evidence_beside_a_mode_is_there_with_the_exact_hessian_alone() -> None:
     plain = tiny_target(prior=Prior(5.0))
     mode = fit_gaussian(plain, start=plain.layout.trained()).mode
-    assert mode is not None
     exact = plain.with_choice(CurvatureChoice("hessian"))
     fit = fit_gaussian(exact, start=mode.theta, center="checkpoint")
     precision = torch.autograd.functional.hessian(lambda one: losses_of(plain, one).sum(), mode.theta)
@@ -137,7 +136,6 @@ def test_on_a_gpu_the_logits_covariance_is_made_and_kept_there(structure: str) -
     expected = made(tiny_target(choice=choice))
     with pretend_cuda.pretend() as gpu:
         there = tiny_target(choice=choice)
-        assert there.layout.network is not None
         there.layout.network.module.to(gpu.device)
         found = made(replace(there, labels=there.labels.to(gpu.device)))
         assert found.device == gpu.device

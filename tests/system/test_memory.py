@@ -43,12 +43,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def pages_anew(policy: str, **environment: str) -> int:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_", "GLIBC_"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, policy],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", PROGRAM, policy], capture_output=True, text=True, check=True,
         env=kept | environment | {"OMP_NUM_THREADS": "1"},
-    )
+    )  # fmt: skip
     return int(done.stdout)
 
 

@@ -15,7 +15,7 @@ from problems.command_line import Cli
 from bnncli.data.labels import MAX_CLASSES
 from bnncli.errors import DataError, MissingInput
 from bnncli.models.checkpoints import load_checkpoint
-from bnncli.system import input_files as json_files
+from bnncli.system import input_files
 from bnncli.system.user_code import load_factory
 
 NETWORK = """
@@ -75,10 +75,7 @@ DATA_SETS = {
     "a nested tensor": {"item": "torch.nested.nested_tensor([torch.ones(2)]), 1", "said": "expected a dense one"},
     "a sparse tensor": {"item": "torch.eye(3).to_sparse(), 1", "said": "expected a dense one"},
     "a ragged list": {"item": "[[1], [1, 2]], 1", "said": "cannot convert the input to an array"},
-    "a list in itself": {
-        "item": "(lambda a: (a.append(a), a)[1])([]), 1",
-        "said": "cannot convert the input to an array",
-    },
+    "a list in itself": {"item": "(lambda a: (a.append(a), a)[1])([]), 1", "said": "cannot convert the input to an array"},
     "a ragged label": {"item": "torch.ones(3), [[1], [1, 2]]", "said": "cannot convert the label to a number"},
     "a label beyond all classes": {"item": "torch.ones(3), 2**62", "said": f"at most {MAX_CLASSES - 1}"},
     "a label beyond all numbers": {"item": "torch.ones(3), 10**30", "said": "labels must be integers"},
@@ -89,7 +86,7 @@ DATA_SETS = {
     "a length that raises": {"length": "raise KeyError('x')", "said": "len() raised KeyError"},
     "classes that raise": {"attribute": "classes = property(lambda self: 1 / 0)", "said": "raised ZeroDivisionError"},
     "a class name with NUL": {"attribute": "classes = ['a', 'b', '\\0']", "said": "NUL"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -154,7 +151,7 @@ def test_a_file_is_run_as_it_stands_whatever_python_has_compiled(
 
 def test_an_object_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"ä": [1, null]}', encoding="utf-8")
-    assert json_files.read_object(tmp_path / "a.json") == {"ä": [1, None]}
+    assert input_files.read_object(tmp_path / "a.json") == {"ä": [1, None]}
 
 
 @pytest.mark.parametrize(
@@ -169,16 +166,16 @@ def test_an_object_is_read(tmp_path: Path) -> None:
 def test_what_is_no_object_is_told_of(tmp_path: Path, raw: bytes, message: str) -> None:
     (tmp_path / "a.json").write_bytes(raw)
     with pytest.raises(DataError, match=message):
-        json_files.read_object(tmp_path / "a.json")
+        input_files.read_object(tmp_path / "a.json")
 
 
 def test_a_large_file_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_files, "MAX_BYTES", 8)
+    monkeypatch.setattr(input_files, "MAX_BYTES", 8)
     (tmp_path / "a.json").write_bytes(b'{"a": 12}')
     with pytest.raises(DataError, match="expected a small JSON file"):
-        json_files.read_object(tmp_path / "a.json")
+        input_files.read_object(tmp_path / "a.json")
 
 
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(MissingInput):
-        json_files.read_object(tmp_path / "a.json")
+        input_files.read_object(tmp_path / "a.json")

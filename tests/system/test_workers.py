@@ -13,8 +13,7 @@ import torch
 
 from bnncli.errors import DataError, DeviceError
 from bnncli.models.features import ExtractedFeatures, PrecisionLoss
-from bnncli.system import workers as last_words
-from bnncli.system import workers as together
+from bnncli.system import workers
 from bnncli.system.workers import LOST, SILENCE, ErrorBoard, Heartbeats, Parts, Team, pack, unpack
 
 
@@ -46,7 +45,7 @@ def test_every_worker_has_all_results_in_their_order(
         shares: list[int] = []
         for rank in range(size):
             worker = Heard(rank, size, sent=sent)
-            monkeypatch.setattr(together, "team", lambda worker=worker: worker)
+            monkeypatch.setattr(workers, "team", lambda worker=worker: worker)
             found = results(parts, sizes)
             shares += parts.own
     assert (found.dtype, len(sent)) == (np.float32, size if len(sizes) >= size > 1 else 0)
@@ -88,7 +87,6 @@ def test_others_end_with_the_code_of_the_first() -> None:
     first.leave(DataError("row 3 is bad"))
     assert second.first_has_ended()
     told = second.heard()
-    assert told is not None
     assert (told.exit, told.code) == (65, LOST)
 
 
@@ -104,25 +102,24 @@ def test_the_first_waits_until_the_others_have_heard_it(monkeypatch: pytest.Monk
         first.wait_until_heard()
         return time.monotonic() - before
 
-    monkeypatch.setattr(last_words, "ENDING", 0.3)
+    monkeypatch.setattr(workers, "ENDING", 0.3)
     assert waited() >= 0.3
     assert second.first_has_ended()
     assert waited() < 0.2
     store.clear()  # the first is gone
     told = second.heard()
-    assert told is not None
     assert told.exit == 65
 
 
 def test_the_first_waits_for_none_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store()
     first, *_ = words(store, size=2)
-    monkeypatch.setattr(last_words, "ENDING", 30)
+    monkeypatch.setattr(workers, "ENDING", 30)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         store.set("process/1", store["process/1"].rpartition(b"/")[0] + f"/{ended.pid}".encode())
         first.wait_until_heard()  # 30 s otherwise
     store.set("process/1", f"another machine/{ended.pid}")
-    monkeypatch.setattr(last_words, "ENDING", 0.2)
+    monkeypatch.setattr(workers, "ENDING", 0.2)
     before = time.monotonic()
     first.wait_until_heard()
     assert time.monotonic() - before >= 0.2
@@ -135,30 +132,19 @@ def test_a_process_that_is_no_more_is_told_from_those_that_run() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:  # nobody has asked for its code yet
         store.set("process/2", store["process/2"].rpartition(b"/")[0] + f"/{ended.pid}".encode())
         told = first.killed(patience=30)
-    assert told is not None
     assert told.message.startswith("worker 2 stopped without an error")
     store.set("process/2", f"another machine/{ended.pid}")
     assert first.killed() is None
 
 
-class Marks(dict[str, str]):
-    """A store in memory."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-    def get(self, key: str, default: object = None) -> bytes:  # type: ignore[override]
-        return self[key].encode()
-
-
 def test_the_first_looks_at_all_and_the_others_at_the_first() -> None:
-    marks, ended = Marks({f"beat/{rank}": "0" for rank in range(3)}), list[int]()
+    marks, ended = Store({f"beat/{rank}": b"0" for rank in range(3)}), list[int]()
     first, last = (Heartbeats(marks, rank, 3, ended.append) for rank in (0, 2))
     for now in (0.0, SILENCE - 1):
         assert (first.silent(now), last.silent(now)) == (None, None)
-    marks["beat/0"] = marks["beat/1"] = "1"
+    marks["beat/0"] = marks["beat/1"] = b"1"
     assert (first.silent(SILENCE + 1), last.silent(SILENCE + 1)) == (2, None)
-    marks["beat/2"] = "1"
+    marks["beat/2"] = b"1"
     assert first.silent(SILENCE + 2) is None
     assert (first.silent(2 * SILENCE), last.silent(2 * SILENCE + 2)) == (None, 0)
 

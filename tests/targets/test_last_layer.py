@@ -27,10 +27,7 @@ from bnncli.structures.logits import head_spread
 from bnncli.system.devices import configure_torch
 from bnncli.system.workers import Team, shares
 from bnncli.targets import blocks as stream
-from bnncli.targets import grams, last_layer
-from bnncli.targets import last_layer as logit_blocks
-from bnncli.targets import last_layer as products
-from bnncli.targets import variants as coarse_gradient
+from bnncli.targets import grams, last_layer, variants
 from bnncli.targets.blocks import FeatureBlocks, gather_sums, node_places, row_slices, shard_rows, sum_shards
 from bnncli.targets.grams import (
     pack_quadratic_form,
@@ -74,10 +71,9 @@ def test_label_sums_are_sums_of_the_features_of_each_class(has_bias: bool) -> No
     layout = HeadLayout(7, 5, has_bias=has_bias)
     features, labels = draw_theta(HeadLayout(1, 5, has_bias=False), 40), torch.arange(40) % 6  # none of the last
     expected = torch.stack([features[labels == k].sum(dim=0) for k in range(7)])
-    weight, bias = layout.split(logit_blocks.label_sums(features, labels, layout)[None])
+    weight, bias = layout.split(last_layer.label_sums(features, labels, layout)[None])
     torch.testing.assert_close(weight[0], expected)
     if has_bias:
-        assert bias is not None
         torch.testing.assert_close(bias[0], torch.bincount(labels, minlength=7).double())
 
 
@@ -111,7 +107,7 @@ def test_small_blocks_give_the_same_as_one(layout: HeadLayout, monkeypatch: pyte
     target, theta = make_target(layout), draw_theta(layout, 5)
     whole = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
     monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 40)
-    monkeypatch.setitem(logit_blocks._MAX_ROWS, "cpu", 6)
+    monkeypatch.setitem(last_layer._MAX_ROWS, "cpu", 6)
     blocks = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
     torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
 
@@ -244,16 +240,14 @@ def test_rough_products_are_of_bfloat16_numbers_where_the_device_is_faster_at_th
     left, right = (torch.randn(*shape, generator=seeded()) for shape in ((7, 300), (300, 5)))
     expected = rounded(left, 8) @ rounded(right, 8)
     cpu = torch.device("cpu")
-    monkeypatch.setattr(products, "has_bfloat16_products", lambda device: True)
+    monkeypatch.setattr(last_layer, "has_bfloat16_products", lambda device: True)
     multiply = rough_multiply(cpu)
-    assert multiply is not None
     np.testing.assert_allclose(multiply(left, right).numpy(), expected, rtol=2.0**-8, atol=2e-5)
     with pretend_cuda.pretend() as gpu:
         multiply = rough_multiply(gpu.device)
-        assert multiply is not None
         on_gpu = multiply(left.to(gpu.device), right.to(gpu.device))
     np.testing.assert_allclose(on_gpu.cpu().numpy(), expected, rtol=0, atol=2e-5)
-    monkeypatch.setattr(products, "has_bfloat16_products", lambda device: False)
+    monkeypatch.setattr(last_layer, "has_bfloat16_products", lambda device: False)
     assert rough_multiply(cpu) is None
 
 
@@ -261,7 +255,7 @@ def test_rough_products_are_of_bfloat16_numbers_where_the_device_is_faster_at_th
 def test_rough_products_with_the_hessian_are_right_to_a_percent(
     layout: HeadLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "has_bfloat16_products", lambda device: True)
+    monkeypatch.setattr(last_layer, "has_bfloat16_products", lambda device: True)
     target = coarse_target(layout, num_examples=500)
     theta, vectors = anchor_of(target), torch.randn(3, layout.num_params, generator=seeded(5), dtype=torch.float64)
     exact = target.hessian_operator(theta)(vectors)
@@ -292,7 +286,7 @@ def test_logits_that_are_not_kept_are_made_again(precision: str, monkeypatch: py
     target = coarse_target(COARSE_LAYOUTS[0])
     way = 0.1 * torch.randn(3, target.layout.num_params, generator=seeded(3), dtype=torch.float64)
     kept = CoarseGradient.about(target, anchor_of(target), precision)
-    monkeypatch.setattr(coarse_gradient, "fits_cache", lambda size, device: False)
+    monkeypatch.setattr(variants, "fits_cache", lambda size, device: False)
     made = CoarseGradient.about(target, anchor_of(target), precision)
     assert kept.logits is not None
     assert made.logits is None

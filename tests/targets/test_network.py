@@ -21,7 +21,6 @@ from bnncli.parameters.prior import Prior
 from bnncli.structures import ggn
 from bnncli.structures.network_sums import Columns, diagonal_of
 from bnncli.system import signals
-from bnncli.system import signals as between_blocks
 from bnncli.targets.curvature_choice import FISHER, GGN, HESSIAN, CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
@@ -291,7 +290,7 @@ def test_a_signal_ends_work_on_a_network_between_blocks_and_holes_are_looked_for
     if between == "a signal":
         monkeypatch.setattr(signals, "_received", [15])
     else:
-        monkeypatch.setattr(between_blocks, "_heap", Heap())
+        monkeypatch.setattr(signals, "_heap", Heap())
     for work in (
         lambda: target.log_joint(theta),
         lambda: target.log_joint_and_grad(theta),

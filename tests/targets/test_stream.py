@@ -20,7 +20,6 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.structures import ggn
 from bnncli.system import devices
-from bnncli.targets import blocks as pinned_rows
 from bnncli.targets import blocks as stream
 from bnncli.targets import last_layer
 from bnncli.targets.blocks import FeatureBlocks, PinnedRows
@@ -239,7 +238,7 @@ def test_rows_that_travel_are_those_that_lie_on_the_device(
     features = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).half()
     here, syncs = FeatureBlocks(features, torch.device("cpu")).gather(rows, torch.float32), []
     for piece in (1, 7, 50):
-        monkeypatch.setattr(pinned_rows, "_PIECE_BYTES", piece * 8)
+        monkeypatch.setattr(stream, "_PIECE_BYTES", piece * 8)
         with pretend_cuda.pretend() as gpu:
             blocks = FeatureBlocks(features, gpu.device)
             found = [blocks.gather(part, torch.float32) for part in (slice(0, 2), rows, rows)]
@@ -266,7 +265,7 @@ def test_a_buffer_is_filled_anew_only_when_its_copy_is_done(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queue)
     monkeypatch.setattr(torch, "empty", lambda shape, pin_memory=False, **rest: plain_empty(shape, **rest))
     monkeypatch.setattr(Tensor, "copy_", copy_)
-    monkeypatch.setattr(pinned_rows, "_PIECE_BYTES", 7 * 16)
+    monkeypatch.setattr(stream, "_PIECE_BYTES", 7 * 16)
     features = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     travelling = PinnedRows(features, torch.device("cpu"))
     found = [travelling.take(rows) for _ in range(2)]

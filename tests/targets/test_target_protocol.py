@@ -104,8 +104,6 @@ def test_its_elbo_and_its_evidence_are_the_grids() -> None:
     found = elbo(banana(), base(), generator=seeded(), num_samples=4000)
     assert abs(found.value - expected) < 4 * found.standard_error
     told = diagnose_importance(banana(), base(2.0), generator=seeded(1), num_draws=4000)
-    assert told.log_evidence is not None
-    assert told.log_evidence_error is not None
     assert abs(told.log_evidence - log_evidence()) < 4 * told.log_evidence_error
     assert told.log_evidence_error < 0.1
 

@@ -18,20 +18,14 @@ CPU = torch.device("cpu")
 DECAY = 0.3
 PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "adam": (lambda p: Adam([p], CPU, weight_decay=DECAY), lambda p: torch.optim.Adam(p, weight_decay=DECAY)),
-    "adamw": (
-        lambda p: Adam([p], CPU, weight_decay=DECAY, is_decoupled=True),
-        lambda p: torch.optim.AdamW(p, weight_decay=DECAY),
-    ),
+    "adamw": (lambda p: Adam([p], CPU, weight_decay=DECAY, is_decoupled=True), lambda p: torch.optim.AdamW(p, weight_decay=DECAY)),
     "sgd": (lambda p: Sgd([p], CPU), lambda p: torch.optim.SGD(p)),
-    "momentum": (
-        lambda p: Sgd([p], CPU, momentum=0.9, weight_decay=DECAY),
-        lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=DECAY),
-    ),
+    "momentum": (lambda p: Sgd([p], CPU, momentum=0.9, weight_decay=DECAY), lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=DECAY)),
     "nesterov": (
         lambda p: Sgd([p], CPU, momentum=0.9, is_nesterov=True, weight_decay=DECAY),
         lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=DECAY),
     ),
-}
+}  # fmt: skip
 
 
 def run(optimizer: Any, steps: range) -> None:

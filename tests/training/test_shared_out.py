@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import errno
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import pytest
 import torch
+from problems.outputs import Told
 from problems.threads import in_threads
 from torch import Tensor
 
@@ -19,25 +19,6 @@ from bnncli.training.optimizers import join_memory
 from bnncli.training.shared_out import Seat, StoredStates, number_tensors, share_out, split_by_number
 
 NUM, EPOCHS = 5, 3
-
-
-@dataclass
-class Heard:
-    """What one worker's Progress was told."""
-
-    steps: int = 0
-    total: int = 0
-    warnings: list[str] = field(default_factory=list)
-
-    def task(self, name: str, total: int) -> Heard:
-        self.total = total
-        return self
-
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        self.steps += amount
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
 
 
 def count(number: int, seat: Seat, *, epochs: int = EPOCHS) -> Mapping[str, Tensor]:
@@ -52,21 +33,21 @@ def count(number: int, seat: Seat, *, epochs: int = EPOCHS) -> Mapping[str, Tens
 
 
 def shared(
-    team: Team, work: object = count, heard: Heard | None = None, stored: StoredStates | None = None
+    team: Team, work: object = count, heard: Told | None = None, stored: StoredStates | None = None
 ) -> list[dict]:  # type: ignore[type-arg]
     labels = [f"training {number}" for number in range(NUM)]
     return share_out(
-        team, labels, work, what="count", num_steps=EPOCHS, progress=heard or Heard(), stored=stored  # type: ignore[arg-type]
+        team, labels, work, what="count", num_steps=EPOCHS, progress=heard or Told(), stored=stored  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_every_worker_has_the_results_of_all_in_their_order_and_the_steps_of_all(size: int) -> None:
-    heard = [Heard() for _ in range(size)]
+    heard = [Told() for _ in range(size)]
     for found in in_threads(size, lambda team: shared(team, heard=heard[team.rank])):
         assert isinstance(found, list)
         assert [one["own"].tolist() for one in found] == [[number] * (number + 1) for number in range(NUM)]
-    assert [(one.steps, one.total) for one in heard] == [(NUM * EPOCHS, NUM * EPOCHS)] * size
+    assert [(sum(one.steps), one.tasks[0][1]) for one in heard] == [(NUM * EPOCHS, NUM * EPOCHS)] * size
 
 
 @pytest.mark.parametrize("failing", range(NUM))
@@ -133,7 +114,7 @@ def test_states_are_stored_when_the_first_worker_says_so_and_another_number_of_t
     in_threads(2, part_of)
     begun = stored[4]  # after five meetings: the first worker's second training is in its second epoch
     assert {number: int(one["epochs"]) for number, one in begun.items()} == {0: 3, 1: 2, 2: 3, 3: 2}
-    heard = [Heard() for _ in range(3)]
+    heard = [Told() for _ in range(3)]
     again: list[Mapping[int, Mapping[str, Tensor]]] = []
 
     def rest_of(team: Team) -> object:
@@ -142,7 +123,7 @@ def test_states_are_stored_when_the_first_worker_says_so_and_another_number_of_t
 
     found = in_threads(3, rest_of)
     assert [one["epochs"].tolist() for one in found[2]] == [EPOCHS] * NUM  # type: ignore[union-attr, index]
-    assert [one.steps for one in heard] == [NUM * EPOCHS] * 3
+    assert [sum(one.steps) for one in heard] == [NUM * EPOCHS] * 3
     assert {0, 1, 2, 3} <= again[0].keys()  # what is done already stays in the next state
 
 
@@ -151,9 +132,9 @@ def test_a_warning_of_any_worker_reaches_the_first() -> None:
         seat.warn(f"training {number} is slow")
         return count(number, seat)
 
-    heard = [Heard() for _ in range(2)]
+    heard = [Told() for _ in range(2)]
     in_threads(2, lambda team: shared(team, work, heard[team.rank]))
-    assert {f"training {number} is slow" for number in range(NUM)} == set(heard[0].warnings)
+    assert {f"training {number} is slow" for number in range(NUM)} == set(heard[0].lines)
 
 
 def test_a_signal_to_any_worker_stops_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +167,6 @@ def test_a_step_on_the_whole_is_a_step_on_every_part() -> None:
     optimizers = [torch.optim.Adam(parts, lr=0.1, fused=True) for parts in ([whole], apart)]
     for factor in (1.0, -3.0):
         for one, other, gradient in zip(joined, apart, gradients, strict=True):
-            assert one.grad is not None
             one.grad.copy_(factor * gradient)
             other.grad = factor * gradient
         for optimizer in optimizers:

@@ -71,13 +71,10 @@ def test_steps_are_replayed_on_their_device_whichever_is_current(device: str, cu
 @pytest.mark.parametrize(
     ("failure", "why"),
     [
-        (
-            {"capture_error": RuntimeError("operation not permitted when\n stream is capturing")},
-            "operation not permitted",
-        ),
+        ({"capture_error": RuntimeError("operation not permitted when\n stream is capturing")}, "operation not permitted"),
         ({"captures_nothing": True}, "the captured graph does nothing"),
     ],
-)
+)  # fmt: skip
 def test_steps_go_on_one_by_one_where_there_can_be_no_graph(failure: dict[str, Any], why: str) -> None:
     with pretend_cuda.pretend(**failure) as gpu:
         before = torch.cuda.current_stream()
