@@ -132,8 +132,8 @@ def run_fit(method: Method) -> Result:
             return method.estimate_memory()
 
     def estimated_bytes() -> int:
-        if request.target.is_file() and not run.write.force:
-            return request.target.stat().st_size  # up to date, so no code runs
+        if method.target.is_file() and not run.write.force:
+            return method.target.stat().st_size  # up to date, so no code runs
         with inputs.visible():
             return method.estimate_disk()
 

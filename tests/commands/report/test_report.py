@@ -383,7 +383,7 @@ def test_signal_is_told_with_the_report(cli: Cli, run: Path, tmp_path: Path, mon
         os.kill(os.getpid(), signal.SIGINT)
         return []
 
-    monkeypatch.setattr("bnncli.commands.report.subject.find_damaged", interrupted)
+    monkeypatch.setattr("bnncli.commands.report.whole.find_damaged", interrupted)
     done = cli("report", run, "--out", tmp_path / "page.html")
     assert (done.code, done.stderr) == (130, "error: interrupted by SIGINT; no report was written\n")
     assert not (tmp_path / "page.html").exists()
