@@ -71,8 +71,8 @@ from bnncli.session.val_report import (
     warn_if_worse,
 )
 from bnncli.structures.diag import Diag
+from bnncli.structures.directions import Subspace
 from bnncli.structures.row_space import rows_of
-from bnncli.structures.subspace import Subspace
 from bnncli.system.memory import budget, bytes_text
 from bnncli.targets.target import Target
 

@@ -16,7 +16,7 @@ from bnncli.parameters.layouts import ParamLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
-from bnncli.structures.subspace import Subspace
+from bnncli.structures.directions import Subspace
 from bnncli.system.devices import single_threaded
 from bnncli.targets.target import LogJoint, Target, value_with_gradient
 from bnncli.training.loop import LearningRateSchedule, Save, State, num_batches, steps_at_once, train

@@ -32,7 +32,7 @@ from bnncli.options import command
 from bnncli.options.command import CommandLine, CommonOptions
 from bnncli.options.declaration import build_options, declaration, spell_options
 from bnncli.papers.numbers import Replicates, Unmeasured
-from bnncli.papers.recipe import (
+from bnncli.papers.recipe import (  # fmt: skip
     FILES,
     Files,
     Measurements,
@@ -44,7 +44,7 @@ from bnncli.papers.recipe import (
     Settings,
     Step,
     Study,
-)  # fmt: skip
+)
 from bnncli.progress import Progress
 from bnncli.session.run import Run, Voice
 from bnncli.system.input_files import read_object

@@ -19,8 +19,8 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors import sample_from_noise, thetas_at_once
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
+from bnncli.structures.directions import Subspace
 from bnncli.structures.row_space import rows_of
-from bnncli.structures.subspace import Subspace
 
 if TYPE_CHECKING:
     from torch import Tensor

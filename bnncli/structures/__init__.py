@@ -11,7 +11,7 @@ matrix of prior precisions. A structure's file has up to three classes, for the 
 
 Literal declarations such as `order` are read without imports (`registry.read_declared`). The other files are shared:
 `factorisation` (roots of matrices), `logits`, `logit_gaussian` and `network_logits` (the Gaussian of the logits),
-`network_sums` (per-example gradients by layer), `row_space` and `subspace` (posteriors over a part of theta).
+`network_sums` (per-example gradients by layer), `row_space` and `directions` (posteriors over a part of theta).
 """
 
 from __future__ import annotations

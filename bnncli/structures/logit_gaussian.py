@@ -108,6 +108,8 @@ def _logit_blocks(covariance: Covariance) -> Blocks:
 
 def is_by_layer(structure: str) -> bool:
     """Return whether Sigma of this structure has blocks, which avoids K P numbers per example."""
+    if not registry.has_name("covariances", structure):  # such as draws
+        return False
     return hasattr(registry.load_class("covariances", structure), "network_root")
 
 

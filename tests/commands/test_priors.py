@@ -422,7 +422,7 @@ def test_a_run_that_goes_on_does_not_search_again(
         raise AssertionError("searched again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"bnncli.commands.{command[0]}.climb_prior", climb)
+        patch.setattr(f"bnncli.commands.{command[0]}.search_prior", climb)
         done = cli(command[0], run, *command[1:], "--name", "cut", "--resume", "--json")
     assert "resuming" in done.stderr
     assert done.json["outputs"][0]["content_digest"] == whole["outputs"][0]["content_digest"]

@@ -20,9 +20,9 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.structures import subspace as _subspace
+from bnncli.structures import directions as _subspace
 from bnncli.structures.diag import Diag
-from bnncli.structures.subspace import Subspace
+from bnncli.structures.directions import Subspace
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 

@@ -18,10 +18,10 @@ from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork, module_places
 from bnncli.parameters.prior import Prior
 from bnncli.structures import Covariance, diag, ggn, network_sums
+from bnncli.structures.directions import Subspace
 from bnncli.structures.kron import InEigenbasis
 from bnncli.structures.kron import LastLayerKron as HeadKron
 from bnncli.structures.network_sums import Matrix, find_checked, matrices_of, scales_of
-from bnncli.structures.subspace import Subspace
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget

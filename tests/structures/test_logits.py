@@ -21,7 +21,7 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import ggn, network_logits
 from bnncli.structures.full import Full
-from bnncli.structures.logit_gaussian import covariances_together, logit_gaussian
+from bnncli.structures.logit_gaussian import covariances_together, is_by_layer, logit_gaussian
 from bnncli.structures.logits import LogitCovariance, LogitGaussian, Pulled, head_spread, pull_back_logits
 from bnncli.structures.network_logits import keeping
 from bnncli.structures.row_space import WithinRows
@@ -310,3 +310,8 @@ def test_room_is_planned_as_it_is_taken(structure: str) -> None:
         made = [one for kept in target.layout.network.kept.values() for one in kept.made.values()]
         taken = sum(part.nbytes for one in made for part in one if isinstance(part, Tensor))
     assert taken == NUM_INPUTS * logit_cache_bytes(target.layout, structure)
+
+
+def test_a_posterior_without_a_structure_such_as_draws_has_no_blocks() -> None:
+    assert not is_by_layer("")
+    assert is_by_layer("kron")

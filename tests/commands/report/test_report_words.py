@@ -12,13 +12,7 @@ from bnncli.commands.report.sections import data_table
 from bnncli.commands.report.subject import class_name, parameter_name, try_find
 from bnncli.commands.report.verdict import describe_calibration
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
-from bnncli.figures.pages import (
-    Markup,
-    Missing,
-    TableCell,
-    commands,
-    extract_style_classes,
-)
+from bnncli.figures.pages import Markup, Missing, TableCell, commands, extract_style_classes
 from bnncli.session.run import Table
 
 HEAD = [{"name": "head.weight", "offset": 0, "shape": [3, 4]}, {"name": "head.bias", "offset": 12, "shape": [3]}]
