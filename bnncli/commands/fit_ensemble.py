@@ -11,11 +11,10 @@ from bnncli.artifacts.freshness import is_same_file
 from bnncli.artifacts.posteriors import gradient_passes
 from bnncli.artifacts.provenance import Source
 from bnncli.commands.fit_laplace import LOO, FitLaplaceOptions
-from bnncli.commands.fit_laplace import last_layer as laplace
-from bnncli.commands.fit_laplace.last_layer import structure_to_fit
+from bnncli.commands.fit_laplace.last_layer import LastLayerLaplace, fit_last_layer
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.recommendation import score_predictive
-from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS
+from bnncli.inference.memory import MOST_LEFT_OUT
 from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
 from bnncli.lazy import no_grad, torch
 from bnncli.models.checkpoints import load_checkpoint
@@ -30,12 +29,11 @@ from bnncli.posteriors.ensemble import Ensemble
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.mixture import MemberLayout, Mixture
 from bnncli.session import revisions as _revisions
-from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
+from bnncli.session.fits import FitInputs, FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import Split, load_split
 from bnncli.session.network import Network
 from bnncli.session.network_splits import BATCH, NetworkReader, network_sources
 from bnncli.session.produce import Request
-from bnncli.session.row_spaces import span_to_fit
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import (
     load_labeled_val,
@@ -243,19 +241,13 @@ def _member_split(reader: NetworkReader, network: Network, split: Split, number:
 
 def _fit_laplace(run: Run, train: Split, val: Split | None) -> tuple[FitOutput, Tensor]:
     """Run fit-laplace on a member's features with its defaults. Return the fit and the head (H,) as trained."""
-    span = span_to_fit(run, train, structure="auto", num_draws=NUM_DRAWS)
-    known: dict[str, Any] = {
-        "num_examples": len(train.stored),
-        "is_search": True,
-        "whole": train.layout if span else None,
-    }
-    structure = structure_to_fit("auto", span or train.layout, run, **known)
     without_val = LOO if train.layout.num_outputs <= MOST_LEFT_OUT else "marglik"
-    criterion, head = without_val if val is None else "val", train.head()
+    options, head = FitLaplaceOptions(), train.head()
     assert head is not None
-    options, in_span = FitLaplaceOptions(), span is not None
-    fitted = laplace.fit_last_layer(run, options, criterion, structure, train, val, in_span=in_span, only_draws=True)
-    return fitted, head
+    inputs = FitInputs(run, options, train, val)
+    method = LastLayerLaplace(inputs, options, without_val if val is None else "val")
+    method.estimate_memory()
+    return fit_last_layer(method, train, val, only_draws=True), head
 
 
 def _build_ensemble(

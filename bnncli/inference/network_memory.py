@@ -464,10 +464,3 @@ class StochasticFitPlan:
             return 4 * max(noise, min(_LAID_OUT // 4, _FULL_STEPS * noise))
         batch, num_steps = self.batch_size * num_features, -(-num_examples // self.batch_size)
         return 4 * max(noise + batch, min(_LAID_OUT // 4, num_steps * (noise + batch)))
-
-
-def require_steps(needed: int, device: torch.device | str, *, what: str, hint: str) -> int:
-    """Return the bytes of a fit. Raises DeviceError with the hint if it does not fit."""
-    if needed > budget(device):
-        require(needed, device, what=what, hint=hint)
-    return needed

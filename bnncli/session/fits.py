@@ -19,7 +19,6 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import write_posterior
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, NumericError, UsageError
-from bnncli.inference import network_memory
 from bnncli.inference.network_memory import StochasticFitPlan
 from bnncli.likelihoods import name_to_record
 from bnncli.options.shared import LayersOptions, TargetOptions
@@ -43,6 +42,7 @@ from bnncli.session.out_of_fold import fit_on_meta, read_fitted_splits
 from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import load_labeled_val, warn_if_worse
+from bnncli.system.memory import require
 
 if TYPE_CHECKING:
     import torch
@@ -504,8 +504,8 @@ def require_steps(inputs: FitInputs, plan: StochasticFitPlan, *, method: str, hi
         needed = plan.network_bytes(cast("ModuleLayout", layout), num_examples, inputs.num_val, inputs.run.device)
     if inputs.base is not None and inputs.base.is_gaussian:
         needed += num_bases * inputs.base.path.stat().st_size
-    what = f"fit-{method} of {layout.num_params:,} parameters"
-    return network_memory.require_steps(needed, inputs.run.device_name, what=what, hint=hint)
+    require(needed, inputs.run.device_name, what=f"fit-{method} of {layout.num_params:,} parameters", hint=hint)
+    return needed
 
 
 LEAVE_OUT = "omit \0learning_rate\0 to let bnncli choose one"

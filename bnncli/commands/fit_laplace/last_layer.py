@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli import registry
 from bnncli.commands.fit_laplace.shared import (
     Laplace,
+    fit_meta,
     fit_metrics,
     warn_of_edge,
     warn_of_jitter,
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.commands.fit_laplace import FitLaplaceOptions
+    from bnncli.posteriors.gaussian import Gaussian
+    from bnncli.targets.row_space import RowSpace
 
 
 def check_last_layer(inputs: FitInputs, options: FitLaplaceOptions) -> None:
@@ -93,18 +96,28 @@ class LastLayerLaplace(Laplace):
             return None
         return span_to_fit(self.inputs.run, self.inputs.train, structure=self.options.structure, num_draws=NUM_DRAWS)
 
+    @property
+    def layout(self) -> HeadLayout:
+        """Return the layout of the fitted parameters, which may lie in the span of the features."""
+        return self.span or self.inputs.train.layout
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the further sizes that the memory of a fit depends on."""
+        return {"num_draws": NUM_DRAWS, "whole": self.inputs.train.layout if self.span else None}
+
     @cached_property
     def structure(self) -> str:
-        """Return the structure to fit first."""
-        train = self.inputs.train
-        return structure_to_fit(
-            self.options.structure,
-            self.span or train.layout,
-            self.inputs.run,
-            num_examples=self.inputs.num_examples,
-            is_search=self.criterion != "number",
-            whole=train.layout if self.span else None,
-        )
+        """Choose the structure to fit first, and warn where auto takes a rough one."""
+        run, wanted = self.inputs.run, self.options.structure
+        if wanted != "auto":
+            return wanted
+        chosen = memory.automatic_structure(self.layout, budget(run.device_name), device=run.device_name, **self.sizes)
+        if chosen != memory.structures()[0]:
+            is_search, num_examples = self.criterion != "number", self.inputs.num_examples
+            text = _cost_text(run, chosen, self.layout, num_examples, is_search=is_search, sizes=self.sizes)
+            run.console.warn(text)
+        return chosen
 
     @property
     def algo_rev(self) -> int:
@@ -112,22 +125,25 @@ class LastLayerLaplace(Laplace):
         return _revisions.of_laplace(in_span=self.span is not None)
 
     def estimate_memory(self) -> None:
-        """Check the memory. Raises DeviceError if it is short."""
+        """Check the memory.
+
+        Raises:
+            DeviceError: it is short. The message names the largest structure that fits.
+        """
+        run = self.inputs.run
         if VAL in self.options.fit_on:
-            _require_folds(self.inputs.run, self.inputs.train)
-        self.structure  # noqa: B018
+            _require_folds(run, self.inputs.train)
+        memory.require_fit(self.structure, self.layout, run.device_name, **self.sizes)
 
     def estimate_disk(self) -> int:
         """Return the size of the file in bytes."""
         layout = self.inputs.train.layout
         folds = 8 * NUM_FOLDS * layout.num_params if VAL in self.options.fit_on else 0
-        return folds + memory.stored_bytes(self.structure, self.span or layout, whole=layout if self.span else None)
+        return folds + memory.stored_bytes(self.structure, self.layout, whole=self.sizes["whole"])
 
     def fit(self, fitting: Fitting) -> FitOutput:
         """Fit the Gaussian and measure it on val."""
-        run, train, val = fitting.run, fitting.train, fitting.val
-        in_span = self.span is not None
-        return fit_last_layer(run, self.options, self.criterion, self.structure, train, val, in_span=in_span)
+        return fit_last_layer(self, fitting.train, fitting.val)
 
 
 def _require_folds(run: Run, fitted: Split) -> None:
@@ -143,37 +159,6 @@ def _require_folds(run: Run, fitted: Split) -> None:
         what=f"{NUM_FOLDS} folds of {searched:,} rows of {num_features:,} features",
         hint="use \0fit_on\0 val, or hold out fewer rows",
     )
-
-
-def structure_to_fit(
-    wanted: str,
-    layout: MatrixLayout,
-    run: Run,
-    *,
-    num_examples: int,
-    is_search: bool,
-    whole: MatrixLayout | None = None,
-) -> str:
-    """Return the structure to fit first, and warn where auto takes a rough one.
-
-    Args:
-        wanted: value of --structure.
-        layout: layout of the fitted parameters, which may lie in the span of the features.
-        num_examples: training examples.
-        is_search: True where the prior precision is searched for.
-        whole: layout of all parameters, where `layout` is that of the span.
-
-    Raises:
-        DeviceError: the structure does not fit in memory. The message names the largest one that does.
-    """
-    sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
-    chosen = wanted
-    if wanted == "auto":
-        chosen = memory.automatic_structure(layout, budget(run.device_name), device=run.device_name, **sizes)
-        if chosen != memory.structures()[0]:
-            run.console.warn(_cost_text(run, chosen, layout, num_examples, is_search=is_search, sizes=sizes))
-    memory.require_fit(chosen, layout, run.device_name, **sizes)
-    return chosen
 
 
 def _cost_text(
@@ -230,24 +215,13 @@ class _Fitted(NamedTuple):
     modes: Tensor | None = None
 
 
-def fit_last_layer(
-    run: Run,
-    options: FitLaplaceOptions,
-    criterion: str,
-    structure: str,
-    train: Split,
-    val: Split | None,
-    *,
-    in_span: bool,
-    only_draws: bool = False,
-) -> FitOutput:
+def fit_last_layer(method: LastLayerLaplace, train: Split, val: Split | None, *, only_draws: bool = False) -> FitOutput:
     """Fit the Gaussian, search for its prior precision where none is given, and measure it on val.
 
     Args:
-        structure: covariance structure to fit, from structure_to_fit.
-        in_span: True to fit in the span of the features.
         only_draws: True to choose a precision that suits draws even where the mode alone would predict better.
     """
+    run, options, criterion, structure = method.inputs.run, method.options, method.criterion, method.structure
     start = train.start().to(run.device)
     # A search replaces the precision of the weights by its candidates.
     weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
@@ -259,7 +233,7 @@ def fit_last_layer(
     held_out = None
     if criterion == "val" and val is not None and folds is None:
         held_out = target.held_out(val.features(run.device), val.labels(run.device))
-    rows = row_space(target) if in_span else None
+    rows = None if method.span is None else row_space(target)
     lift = None if rows is None else RowLift(rows, target.prior)
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
@@ -280,28 +254,15 @@ def fit_last_layer(
         else:
             own = priors[1:] if rows is None else [rows.prior(prior) for prior in priors[1:]]
             fitted = _fit_with_folds(
-                run, criterion, structure, target, folds=folds, priors=own, start=start, in_span=in_span
+                run, criterion, structure, target, folds=folds, priors=own, start=start, in_span=rows is not None
             )
-    fit, found, theta = fitted.fit, fitted.found, fitted.modes
+    found = fitted.found
     if found is not None:
         warn_of_edge(run, found)
     # A mode in the span is lifted to all parameters; outside the span the posterior is the prior.
-    if lift is not None:
-        fit = lift_fit(fit, lift)
+    fit = fitted.fit if lift is None else lift_fit(fitted.fit, lift)
     warn_of_jitter(run, fit.gaussian)
-    by_fold: GaussianFolds | None = None
-    if folds is not None and theta is not None:
-        if rows is not None:
-            pairs = zip(theta, priors[1:], strict=True)
-            theta = torch.stack([rows.lift_about(mode, own_prior.to(run.device)) for mode, own_prior in pairs])
-        prior = fit.gaussian.require_prior()
-        by_fold = GaussianFolds.of(
-            fit.gaussian,
-            theta,
-            folds,
-            num_fitted=whole_target.num_examples,
-            target=lambda: whole_target.with_prior(prior),
-        )
+    by_fold = None if folds is None else _gather_folds(fit.gaussian, fitted, folds, priors[1:], whole_target, rows)
     metrics = fit_metrics(run, fit, found, criterion, train, val, posterior=by_fold)
     fold_meta = {} if by_fold is None else {"fit_on": options.fit_on, "num_folds": len(by_fold)}
     metrics |= fold_meta
@@ -312,18 +273,35 @@ def fit_last_layer(
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
     tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
-    meta |= {
-        "method": "laplace",
-        "center": options.own_center,
-        **fit.gaussian.require_prior().to_meta(),
-        "criterion": criterion,
-        "param_layout": fit.gaussian.layout.to_json(),
-        "curve": [list(point) for point in found.curve] if found else None,
-        **fold_meta,
-    }
+    meta |= {**fit_meta(options, criterion, fit.gaussian, found), **fold_meta}
     if by_fold is not None:
         tensors |= by_fold.to_tensors()
     return FitOutput(tensors, meta, metrics, train)
+
+
+def _gather_folds(
+    gaussian: Gaussian,
+    fitted: _Fitted,
+    folds: Tensor,
+    priors: Sequence[Prior],
+    target: LastLayerTarget,
+    rows: RowSpace | None,
+) -> GaussianFolds:
+    """Return the Gaussians without each fold.
+
+    Args:
+        gaussian: of all rows.
+        priors: prior of each fold.
+        target: log posterior of all of theta given all rows.
+        rows: the span that the modes lie in, if any.
+    """
+    modes, prior = fitted.modes, gaussian.require_prior()
+    assert modes is not None
+    if rows is not None:
+        pairs = zip(modes, priors, strict=True)
+        modes = torch.stack([rows.lift_about(mode, own_prior.to(target.device)) for mode, own_prior in pairs])
+    num_fitted = target.num_examples
+    return GaussianFolds.of(gaussian, modes, folds, num_fitted=num_fitted, target=lambda: target.with_prior(prior))
 
 
 _MEMORISED = 1 / 3  # ratio of the NLL on train to that on val

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from bnncli import registry
 from bnncli.commands.fit_laplace.shared import (
     Laplace,
+    fit_meta,
     fit_metrics,
     warn_of_edge,
     warn_of_jitter,
@@ -151,15 +152,7 @@ def fit_network(fitting: Fitting, options: FitLaplaceOptions, criterion: str, pl
         **_structure_metrics(fit, structure),
     }
     tensors, meta = posterior.to_tensors()
-    meta |= {
-        "method": "laplace",
-        "center": options.own_center,
-        **over,
-        **fit.gaussian.require_prior().to_meta(),
-        "criterion": criterion,
-        "param_layout": fit.gaussian.layout.to_json(),
-        "curve": [list(point) for point in found.curve] if found else None,
-    }
+    meta |= fit_meta(options, criterion, fit.gaussian, found) | over
     return FitOutput(tensors, meta, metrics, fitting.inputs.train)
 
 

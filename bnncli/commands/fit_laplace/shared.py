@@ -162,6 +162,20 @@ def fit_metrics(
     return metrics
 
 
+def fit_meta(
+    options: FitLaplaceOptions, criterion: str, gaussian: Gaussian, found: PriorSearch | FoldSearch | None
+) -> dict[str, Any]:
+    """Return what an artifact records of a fit."""
+    return {
+        "method": "laplace",
+        "center": options.own_center,
+        **gaussian.require_prior().to_meta(),
+        "criterion": criterion,
+        "param_layout": gaussian.layout.to_json(),
+        "curve": [list(point) for point in found.curve] if found else None,
+    }
+
+
 @dataclass(frozen=True)
 class Laplace(Method):
     """A fit of a Gaussian.
@@ -217,6 +231,30 @@ def _summary(metrics: LaplaceMetrics) -> list[str]:
             f"the data determine about {format_count(metrics['effective_params'])} parameters (the effective number); "
             "all other directions keep the prior's variance"
         )
+    lines += _network_lines(metrics)
+    if metrics["mode_distance"] is not None:
+        lines.append(
+            f"the mode is {metrics['mode_distance']:.3g} from the checkpoint's "
+            f"{'weights' if 'layers' in metrics else 'head'}, {metrics['mode_distance_in_sd']:.1f} posterior "
+            "standard deviations (rms over parameters)"
+        )
+    if metrics["log_marginal_likelihood"] is not None:
+        kind = metrics.get("curvature", "hessian")  # of a last layer the two are the same
+        is_exact = kind == "hessian" and metrics["structure"] in list_declaring("curvature", "is_exact")
+        named = metrics["structure"] if kind == "hessian" else f"{metrics['structure']} {kind}"
+        of = "" if is_exact else f", with the {named} approximation of the Hessian"
+        lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")
+    elif metrics.get("log_marginal_likelihood_undefined"):
+        lines.append(
+            f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); use --center mode for one"
+        )
+    lines += val_lines(metrics)
+    return lines
+
+
+def _network_lines(metrics: LaplaceMetrics) -> list[str]:
+    """Return what only fits of other layers than the last report."""
+    lines = []
     if "layer_precisions" in metrics:
         each = ", ".join(f"{name} {value:.4g}" for name, value in metrics["layer_precisions"].items())
         lines.append(
@@ -247,26 +285,8 @@ def _summary(metrics: LaplaceMetrics) -> list[str]:
         where = "; the prior precision was chosen around the checkpoint's weights" if is_elsewhere else ""
         lines.append(
             f"the centre is {metrics['newton_decrement']:.2g} posterior standard deviations (all parameters together) from the "
-            f"mode, after {metrics['mode_passes']:,} passes over the data"
-            f"{where}"
+            f"mode, after {metrics['mode_passes']:,} passes over the data{where}"
         )
-    if metrics["mode_distance"] is not None:
-        lines.append(
-            f"the mode is {metrics['mode_distance']:.3g} from the checkpoint's "
-            f"{'weights' if 'layers' in metrics else 'head'}, {metrics['mode_distance_in_sd']:.1f} posterior "
-            "standard deviations (rms over parameters)"
-        )
-    if metrics["log_marginal_likelihood"] is not None:
-        kind = metrics.get("curvature", "hessian")  # of a last layer the two are the same
-        is_exact = kind == "hessian" and metrics["structure"] in list_declaring("curvature", "is_exact")
-        named = metrics["structure"] if kind == "hessian" else f"{metrics['structure']} {kind}"
-        of = "" if is_exact else f", with the {named} approximation of the Hessian"
-        lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")
-    elif metrics.get("log_marginal_likelihood_undefined"):
-        lines.append(
-            f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); use --center mode for one"
-        )
-    lines += val_lines(metrics)
     return lines
 
 
