@@ -16,7 +16,7 @@ bridge = PublishedWork(
 MNIST = {"train": "data/mnist-train.npz", "test": "data/mnist-test.npz"}
 OTHERS = {name: f"data/{name}-test.npz" for name in ("fmnist", "notmnist", "kmnist")}
 SEEN = {"test": "MNIST", "fmnist": "F-MNIST", "notmnist": "notMNIST", "kmnist": "KMNIST"}  # by a network on MNIST
-ANEW = "networks that were trained anew"
+RETRAINED = "retrained networks"
 NO_RESNETS = "needs ResNet-18s trained on CIFAR-10, SVHN and CIFAR-100 as published, which recipes have not"
 # fmt: off
 
@@ -208,13 +208,13 @@ def _resnets(name: str, pairs: Sequence[str], published: Sequence[float], errors
         pairs = [pair for pair in pairs if len({*pair.split(", ")}) > 1]
     rows = zip(pairs, published, errors or [None] * len(pairs), strict=True)
     cells = [(pair, value if error is None else (value, error), None) for pair, value, error in rows]
-    yield from column(name, cells, tolerance=0.05, because=ANEW, count=count, why=NO_RESNETS)
+    yield from column(name, cells, tolerance=0.05, because=RETRAINED, count=count, why=NO_RESNETS)
 
 
 @bridge.recipe(
     "table-7.1", title="Table 7.1: how often the condition of proposition 1 holds",
     where="table 7.1, proposition 1 and appendix A",
-    note="The text does not say of which class: here it is the most probable one. The rows of networks on MNIST are empty in "
+    note="The text does not name the class: here it is the most probable one. The rows of networks on MNIST are empty in "
          "the table and measured here. Of large concentrations the condition only says that this class has more than a third "
          "of the probability.",
     experiment=Experiment("bridge_digits", "proposition-frequency"),
@@ -259,11 +259,11 @@ def tables_5_1_7_3(results: Results) -> Iterator[Row]:
         data = [one for one in SEEN if one != "test" or score.startswith("mmc")]
         is_whole = score.endswith("weights")
         ours = [f"{score}_{one}" if is_whole else (f"{score}_published_{one}", f"{score}_{one}") for one in data]
-        because = "of the variances of this table nothing is said" if is_whole else (
+        because = "the text gives no variances for this table" if is_whole else (
             "the released curvature is an average over batches of inverses")
         cells = zip([SEEN[one] for one in data], zip(published, errors, strict=True), ours, strict=True)
         yield from column(f"{score.partition('_')[0].upper()}, {name}", cells, tolerance=0.05 if score.startswith("mmc") else 0.02,
-                          because=f"{ANEW}, and {because}", count=5,
+                          because=f"{RETRAINED}, and {because}", count=5,
                           not_at={"quick": "quick has a network that was trained on 3,000 of the 60,000 images"})
     for name, published, errors in (
         ("MMC, samples", [0.949, 0.724, 0.659, 0.986, 0.537, 0.543, 0.527, 0.276, 0.348],

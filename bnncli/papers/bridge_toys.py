@@ -287,7 +287,7 @@ def _beta_of_logit(z: _Floats, a: float, b: float) -> _Floats:
 
 # Uncertainty of a small network on four Gaussians in the plane, near them and far away: Laplace's against the bridge's.
 #
-# Hobbhahn (2020), arXiv 2003.01227, section 5.4 and figure 5.4, of which neither data nor settings nor code are given. Four layers of
+# Hobbhahn (2020), arXiv 2003.01227, section 5.4 and figure 5.4, without published data, settings or code. Four layers of
 # 100 ReLU units; the posterior is that of all weights, by the Gauss-Newton matrix: its diagonal, Kronecker factors, and the whole of it,
 # which is inverted in the space of the data's logits. The bridge takes the diagonal's logits.
 
@@ -296,7 +296,7 @@ _DEVIATION = 0.7  # of each Gaussian
 _LIMIT, _SIDE = 12.0, 29  # of the grid
 _FAR = 6.0  # standard deviations from every centre
 _BLOCK = 256  # of grid points whose derivatives are held together
-# What is said to be better than what, in the text.
+# Pairs that the text calls better and worse.
 _COMPARED = (
     *(("diag", "map"), ("kron", "diag"), ("exact", "kron"), ("bridge_entropy", "map"), ("bridge_variance", "map")),
     *(("bridge_weighted", "map"), ("bridge_weighted", "bridge_entropy"), ("kron", "bridge_weighted")),

@@ -47,7 +47,7 @@ def figure_5_2(results: Results) -> Iterator[Row]:
         cells: list[tuple[str, float, Ours]] = [("LBBNN-GP-MF-MNF", flows, (f"{short}_mnf_published", f"{short}_mnf")),
                                                 ("LBBNN-GP-MF", baseline, f"{short}_concrete")]
         yield from column(name, cells, tolerance=0.05, because=(
-            "rates of the published learning-rate schedule, whose Adam begins anew at each of its steps"))
+            "rates of the published learning-rate schedule, which restarts Adam at each of its steps"))
     yield Claim("flows find more", "The method with normalizing flows has the higher true positive rate.",
                 "tpr_mnf_published > tpr_concrete", "section 5.2")
     yield Claim("flows are wrong less", "The method with normalizing flows has the lower false positive rate.",
@@ -223,5 +223,5 @@ def figures_5_9_5_11(results: Results) -> Iterator[Row]:
     yield Claim("certain images are alike, fmnist",
                 "On F-MNIST images of low entropy look similar within each class, those of high entropy diverse.",
                 "alike_fmnist > 0", "section 5.4", not_at=FEW_EPOCHS)
-    yield Claim("certain images are alike, mnist", "The same on MNIST, of which the text does not say it.", "alike_mnist > 0",
+    yield Claim("certain images are alike, mnist", "The same on MNIST, where the text makes no such claim.", "alike_mnist > 0",
                 not_at=FEW_EPOCHS)

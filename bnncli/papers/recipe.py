@@ -267,7 +267,7 @@ class Reading:
         entry: the object that has it. value, error, count: keys in it, of the number, its standard error, and how many values are
             behind that; None if the document has none.
         called: its name in the `correlations` of other scores of the same examples; empty if there are none.
-        trials: step and place of the number of trials of which this is a share, which has a standard error of its own.
+        trials: step and place of the number of trials, if this is a share with a binomial standard error.
     """
 
     study: Study

@@ -336,7 +336,7 @@ def table_6(results: Results) -> Iterator[Row]:
 
 DETECTORS = ["VB", "CSGHMC", *APPROXIMATIONS]
 DETECTION = NLL | {"tolerance": 5, "because": (
-    "other trained networks, of which confidence on other images depends more than accuracy does")}
+    "retrained networks, whose confidence on other images varies more than their accuracy")}
 
 
 def _fpr95(results: Results, name: str, study: Study, ood: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -237,7 +237,7 @@ class Outcome:
 
     @property
     def line_figures(self) -> list[tuple[LineFigure, dict[str, dict[float, Estimate]]]]:
-        """Figures of which any line was measured, with what was measured of each line, by its places."""
+        """Return the figures with a measured line, and the numbers of each line by place."""
         found = []
         for figure in (row for row in self.rows if isinstance(row, LineFigure)):
             lines: dict[str, dict[float, Estimate]] = {}
