@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from bnncli.console import Console
-from bnncli.errors import BnnError, DeviceError, Exit, Interrupted, UsageError, bug, left_by, machine_error
+from bnncli.errors import BnnError, DeviceError, Exit, UsageError, bug, left_by, machine_error
 from bnncli.lazy import torch
 from bnncli.names import count_noun
 from bnncli.options.command import CommonOptions, ComputeOptions
@@ -95,36 +95,25 @@ def join_workers(command: str, own: object, options: ComputeOptions, console: Co
         _part(error, joined, console)
         raise
     finally:
-        if size > 1:
-            console.debug(
-                f"sent {workers.bytes_sent()} bytes to other workers, received {workers.bytes_received()} of messages"
-            )
         workers.leave_team()
 
 
 def _part(error: BaseException, joined: workers.Team, console: Console) -> None:
-    """Send the error that ends this process to the others. Raises DeviceError if another process is to report.
+    """Send the error that ends this process to the others. Raises DeviceError if worker 0 is to report.
 
     torchrun stops all workers as soon as one exits, so the others wait for worker 0 to finish its report.
     """
     known = left_by(error) if isinstance(error, SystemExit) else error if isinstance(error, BnnError) else None
     known = known or machine_error(error) or bug(error)  # type: ignore[arg-type]
-    killed = workers.find_killed_worker() if isinstance(known, Interrupted) else None
-    if killed is not None:  # torchrun is stopping this process because of it
-        killed.hint, known = known.hint, killed
     workers.disconnect(known)
-    if killed is not None:
-        raise killed from error
     if joined.is_leader:
         return
     if known.exit == Exit.BUG:
         console.traceback(error)
-    while not workers.leader_has_ended() and not signals.is_interrupted():
+    while (code := workers.leader_exit()) is None and not signals.is_interrupted():
         time.sleep(0.05)
-    if known.code == LOST:
-        known = workers.error_of_others() or known
     told: BnnError = DeviceError("worker 0 reports why", code=LOST)
-    told.exit = known.exit
+    told.exit = known.exit if code is None else code
     raise told from error
 
 

@@ -508,6 +508,14 @@ class ExtractedFeatures(NamedTuple):
     inputs: InputSums | None = None
     images: ImageCounts = ImageCounts()
 
+    def detached(self) -> ExtractedFeatures:
+        """Return a copy without the memory that the tensors are views of, to send to another process."""
+        return self._replace(
+            features=self.features.clone(),
+            logits=None if self.logits is None else self.logits.clone(),
+            labels=None if self.labels is None else self.labels.clone(),
+        )
+
 
 def extract(
     model: nn.Module,

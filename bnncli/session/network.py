@@ -35,7 +35,7 @@ from bnncli.session.run import ModelFiles, Run, arguments_by_name, open_requeste
 from bnncli.system.input_files import open_regular
 from bnncli.system.memory import return_large_blocks
 from bnncli.system.user_code import CodeFolder
-from bnncli.system.workers import Sending, Team, name_worker, worker_pool
+from bnncli.system.workers import Team, name_worker, worker_pool
 from bnncli.training.loop import State
 
 if TYPE_CHECKING:
@@ -345,13 +345,8 @@ def lend(batches: Callable[..., Iterator[ExtractedFeatures]], pool: Team) -> Non
     Args:
         batches: see `in_turns`.
     """
-    sending: Sending | None = None
     for found in _or_error(batches(turns=slice(pool.rank, None, pool.size)), pool.rank):
-        if sending is not None:
-            sending.wait()
-        sending = pool.send(found, 0)
-    if sending is not None:
-        sending.wait()
+        pool.send(found if isinstance(found, BnnError) else found.detached(), 0)
 
 
 def _or_error(batches: Iterator[ExtractedFeatures], rank: int) -> Iterator[ExtractedFeatures | BnnError]:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, TypeVar
 from bnncli.errors import Interrupted, NumericError
 from bnncli.lazy import torch
 from bnncli.system.memory import give_back_freed, resident_bytes
-from bnncli.system.workers import STOPS as _received
 from bnncli.system.workers import is_leader
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+_received: list[int] = []  # signals that asked this process to stop
 _abandoned: list[threading.Thread] = []
 _deadline: float | None = None  # of time.monotonic()
 

@@ -14,13 +14,11 @@ from bnncli.errors import BnnError, Exit, Interrupted, machine_error
 from bnncli.lazy import torch
 from bnncli.progress import Progress, Task
 from bnncli.system.signals import raise_if_received
-from bnncli.system.workers import Team
+from bnncli.system.workers import LOST, Team
 from bnncli.training.loop import State
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-LOST = "worker_lost"  # code of the error that ends a worker without one of its own
 
 
 class StoredStates(NamedTuple):
@@ -172,8 +170,8 @@ class _Meetings:
 
     def pass_warnings_on(self) -> None:
         """Collect the warnings of all workers; the first shows each once."""
-        for rank in range(self._team.size):
-            for text in self._team.told_by(rank, self._warnings):
+        for texts in self._team.gather_objects(self._warnings):
+            for text in texts:
                 self._warn(text)
 
 

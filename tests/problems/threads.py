@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -44,8 +44,8 @@ class TeamOfThreads(Team):
     def broadcast(self, tensor: Tensor, *, owner: int) -> Tensor:
         return tensor.copy_(self.room.shared(self.rank, tensor)[owner])
 
-    def gather_named(self, named: Mapping[str, Tensor], *, to_all: bool = True) -> list[dict[str, Tensor]]:
-        found = self.room.shared(self.rank, dict(named))
+    def gather_objects(self, value: Given, *, to_all: bool = True) -> list[Given]:
+        found = self.room.shared(self.rank, value)
         return found if to_all or self.is_leader else []
 
     def told_by(self, rank: int, value: Any) -> Any:
