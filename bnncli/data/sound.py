@@ -1,4 +1,4 @@
-"""Read sound from encoded files (WAV here, other formats with the library soundfile) and from arrays of samples."""
+"""Read sound from encoded files (WAV with scipy, other formats with soundfile) and from arrays of samples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import math
 import os
 import struct
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,8 +24,6 @@ from bnncli.system.input_files import open_regular
 
 SUFFIXES = {".wav", ".wave", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff"}
 _WAV = {".wav", ".wave"}
-_INTEGERS, _REALS, _EXTENSIBLE = 1, 3, 0xFFFE  # format codes of WAV files
-_NOT_SAID = 0x7FFFF000  # larger sizes belong to streams whose length was unknown at the start
 _HIGHEST_RATE = 1_000_000  # beyond any converter
 
 
@@ -125,51 +124,23 @@ def _scale_samples(samples: np.ndarray) -> np.ndarray:
 
 
 def _read_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int] | None:
-    """Return samples (T, channels) as stored, and their rate; None if encoded otherwise. Raises DataError."""
-    form, place = b"", 12
-    while place + 8 <= len(data):
-        tag, size = struct.unpack_from("<4sI", data, place)
-        if tag == b"data":
-            break
-        if tag == b"fmt ":
-            form = data[place + 8 : place + 8 + size]
-        place += 8 + size + size % 2
-    else:
-        raise _damage_error(where, "it ends before its samples", path)
-    if len(form) < 16:
-        raise _damage_error(where, "its format header is incomplete", path)
-    code, channels, rate, _, width, bits = struct.unpack_from("<HHIIHH", form)
-    if code == _EXTENSIBLE and len(form) >= 26:
-        (code,) = struct.unpack_from("<H", form, 24)
-    there = len(data) - place - 8
-    if size > there and size < _NOT_SAID:
-        raise _damage_error(where, f"it has {there:,} bytes of samples, expected {size:,}", path)
-    if (code, bits) not in (
-        (_INTEGERS, 8),
-        (_INTEGERS, 16),
-        (_INTEGERS, 24),
-        (_INTEGERS, 32),
-        (_REALS, 32),
-        (_REALS, 64),
-    ):
-        return None
-    if channels == 0 or width != channels * bits // 8:
-        raise _damage_error(
-            where, f"its header is inconsistent: {width} bytes per frame for {channels} channels of {bits} bits", path
-        )
-    raw = np.frombuffer(data, np.uint8, min(size, there) // width * width, place + 8)
-    return _numbers(raw, code, bits).reshape(-1, channels), rate
+    """Return samples (T,) or (T, channels) as stored, and their rate; None if encoded otherwise. Raises DataError."""
+    from scipy.io import wavfile  # slow import
 
-
-def _numbers(raw: np.ndarray, code: int, bits: int) -> np.ndarray:
-    """Convert bytes to samples; 24 bits become the upper ones of 32."""
-    if bits == 24:
-        wide = np.zeros((len(raw) // 3, 4), np.uint8)
-        wide[:, 1:] = raw.reshape(-1, 3)
-        return wide.reshape(-1).view("<i4").astype(np.int32)
-    if bits == 8:
-        return raw
-    return raw.view(f"<{'f' if code == _REALS else 'i'}{bits // 8}")
+    if data[4:8] == bytes(4):  # the size of a stream, not known when it began
+        data = data[:4] + struct.pack("<I", len(data) - 8) + data[8:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", wavfile.WavFileWarning)
+        warnings.filterwarnings("error", "Reached EOF prematurely", wavfile.WavFileWarning)
+        try:
+            rate, samples = wavfile.read(io.BytesIO(data))
+        except (ValueError, struct.error, ZeroDivisionError, wavfile.WavFileWarning) as error:
+            if "Unknown wave file format" in str(error) or "Unsupported bit depth" in str(error):
+                return None
+            raise _damage_error(where, " ".join(str(error).split())[:200], path) from error
+        except UnboundLocalError as error:  # of scipy's variables, if the file has no such part
+            raise _damage_error(where, "it has no samples, or no format header", path) from error
+    return samples, rate
 
 
 def _read_with_library(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int]:
