@@ -17,8 +17,6 @@ def main() -> None:
     # nothing on an idle one. Read when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # The same for OpenBLAS, read when NumPy is imported: 2^18 instead of 2^26 cycles save 0.1 CPU seconds per run.
-    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
     # With one thread, NumPy's products round the same for any number of cores. They are small; the work is in torch.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Large blocks use new pages each time (system.memory). Request huge pages where the system offers them: without

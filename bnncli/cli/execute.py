@@ -47,11 +47,8 @@ from bnncli.system import signals
 from bnncli.system.workers import LOST
 
 _EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)", re.DOTALL)
-_EXPECTED = {
-    "float": "a number",
-    "int": "a whole number",
-    "bool": "true or false",
-}  # by prefix of pydantic's error types
+_INVALID = re.compile(r": '(.*)' is not a valid (int|float|bool)", re.DOTALL)
+_EXPECTED = {"float": "a number", "int": "a whole number", "bool": "true or false"}
 
 
 def usage_words(error: Any) -> str:
@@ -61,14 +58,16 @@ def usage_words(error: Any) -> str:
     if (extra := _EXTRA.fullmatch(said)) and context is not None:
         taken = [str(one.name).upper() for one in context.command.params if one.param_type_name == "argument"]
         return f"expected {count_noun(len(taken), 'argument')}{''.join(f', {one}' for one in taken)}; got {extra[1]!r} as well"
-    faults = getattr(error.__cause__, "errors", None)
-    param = getattr(error, "param", None)
-    if faults is None or param is None:
+    param, faults = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    if faults is not None:  # Typer 0.27 and newer
+        kind, came = faults()[0]["type"].partition("_")[0], str(faults()[0]["input"])
+    else:
+        found = _INVALID.search(said)
+        kind, came = (found[2], found[1]) if found else ("", "")
+    if param is None or kind not in _EXPECTED:
         return said
-    first = faults()[0]
-    expected = _EXPECTED.get(first["type"].partition("_")[0])
     name = param.opts[-1] if param.param_type_name == "argument" else max(param.opts, key=len)
-    return said if expected is None else f"{name}: expected {expected}; got {str(first['input'])!r}"
+    return f"{name}: expected {_EXPECTED[kind]}; got {came!r}"
 
 
 WIDE = 100_000

@@ -12,8 +12,9 @@ from functools import cache
 from typing import Any, ClassVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from bnncli.cli.options import QuickCommand, QuickGroup, option_fields
+from bnncli.cli.options import option_fields
 from bnncli.options.command import COMPUTE, Command
 
 MAX_WIDTH = 110
@@ -22,7 +23,7 @@ EVERYTHING = "help_all"
 _FLAG = re.compile(r"(?<!\S)--?[a-z][a-z-]*")
 
 
-class HelpCommand(QuickCommand):
+class HelpCommand(TyperCommand):
     """A command whose help describes its own options by group; only --help-all describes rare and common ones."""
 
     command: ClassVar[Command]
@@ -59,7 +60,7 @@ class HelpCommand(QuickCommand):
             formatter.write("".join(f"{_pasteable(example)}\n" for example in self.command.examples))
 
 
-class HelpGroup(QuickGroup):
+class HelpGroup(TyperGroup):
     """A group of commands, listed by section in help."""
 
     def get_help_option(self, ctx: Any) -> Any:

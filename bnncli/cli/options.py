@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import typing
 from dataclasses import MISSING, Field, dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
-
-from typer.core import TyperCommand, TyperGroup
+from typing import Any
 
 from bnncli.cli.commands import all_commands
 from bnncli.errors import ConfigError, UsageError
@@ -22,69 +19,6 @@ from bnncli.names import unknown_value_error
 from bnncli.options.command import Command
 from bnncli.options.declaration import check_value, flag_of, map_options
 from bnncli.options.toml import base_type, closest, faults_of, line_of, option_value, read_toml, type_name
-
-# Plain number formats that every parser accepts.
-_NUMBERS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,30})?([eE]-?[0-9]{1,2})?")}
-
-
-class QuickCommand(TyperCommand):
-    """A command that converts simple values without pydantic."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters with quick conversion."""
-        return [_reading_quickly(one) for one in super().get_params(ctx)]
-
-
-class QuickGroup(TyperGroup):
-    """A group that converts simple values without pydantic."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters with quick conversion."""
-        return [_reading_quickly(one) for one in super().get_params(ctx)]
-
-
-def _reading_quickly(parameter: Any) -> Any:
-    """Convert simple values of a parameter without pydantic, if this release of Typer has the hook.
-
-    Typer handles all other values and reports all errors.
-    """
-    if getattr(parameter, "_runtime_param", parameter) is None:  # Typer's converter, None until first use
-        parameter._runtime_param = _AsGiven(parameter, parameter.type_descriptor.annotation)
-    return parameter
-
-
-@dataclass(frozen=True)
-class _AsGiven:
-    """Converter of one parameter, in place of Typer's own.
-
-    Args:
-        annotation: type of the values.
-    """
-
-    parameter: Any
-    annotation: Any
-
-    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the converted value; falls back to Typer."""
-        if self.parameter.multiple or self.parameter.nargs == -1:
-            of = get_args(self.annotation)
-            if value is None:
-                return ()
-            if get_origin(self.annotation) is list and isinstance(value, list | tuple):
-                read = [_quick(one, of[0]) for one in value]
-                if None not in read:
-                    return read
-        elif value is None or (read := _quick(value, self.annotation)) is not None:
-            return value if value is None else read
-        self.parameter._runtime_param = None
-        return self.parameter.get_runtime_param().coerce(value, param=param, ctx=ctx)
-
-
-def _quick(value: Any, kind: Any) -> Any:
-    """Convert a simple value to `kind`; None if Typer has to do it."""
-    if isinstance(value, str) and (kind is Path or (kind in _NUMBERS and _NUMBERS[kind].fullmatch(value))):
-        return kind(value)
-    return value if kind in (str, bool, int, float) and type(value) is kind else None
 
 
 @dataclass(frozen=True)

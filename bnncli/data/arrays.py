@@ -7,7 +7,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
@@ -287,23 +287,90 @@ def _map_array(
     return np.memmap(stream, dtype, "c", first, shape)  # writable for torch, but copy-on-write
 
 
+_HEADER = 128
+_ORDERS = {b"IM": "<", b"MI": ">"}
+_MATRIX, _COMPRESSED = 14, 15
+_STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+_CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
+_COMPLEX = 0x0800
+
+
 def read_mat(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
     """Read real arrays by name. Raises MissingInput, or DataError if the file is damaged or lacks an array."""
-    from scipy.io import loadmat  # slow import
-
     shown = quote_name(path, limit=300)
     with open_regular(path) as stream:
-        try:
-            found = loadmat(stream, variable_names=list(names))
-        except Exception as error:  # scipy's reader raises nearly anything on damaged files
-            if is_failure(error):
-                raise
-            message = f"{shown} is not a complete MATLAB file: {' '.join(str(error).split())[:200]}"
-            raise DataError(message, path=path, hint="copy or download it again") from error
+        data = memoryview(stream.read())
+    try:
+        order = _ORDERS[bytes(data[_HEADER - 2 : _HEADER])]
+        found = {name: array for name, array in _matrices(data[_HEADER:], order, shown) if name in names}
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        struct.error,
+        zlib.error,
+    ) as error:  # RuntimeError: too few parts
+        if is_failure(error):
+            raise
+        why = "it does not start with a level 5 header" if isinstance(error, KeyError) else error
+        message = f"{shown} is not a complete MATLAB file: {why}"
+        raise DataError(message, path=path, hint="copy or download it again") from error
     for name in names:
-        if name not in found or found[name].dtype.kind not in "fiu":
+        if name not in found:
             raise DataError(f"{shown} has no numeric array {quote_name(name)}", path=path)
-    return {name: found[name] for name in names}
+    return found
+
+
+def _matrices(data: memoryview, order: str, shown: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield names and values of the real arrays."""
+    for kind, content in _elements(data, order):
+        if kind == _COMPRESSED:
+            kind, content = next(_elements(_decompress_element(content, order, shown), order))
+        if kind != _MATRIX:
+            continue
+        parts = _elements(content, order)
+        flags = struct.unpack_from(f"{order}I", next(parts)[1])[0]
+        shape = np.frombuffer(next(parts)[1], f"{order}i4").tolist()
+        name = bytes(next(parts)[1]).decode()
+        if flags & 0xFF in _CLASSES and not flags & _COMPLEX:
+            stored, values = next(parts, (9, memoryview(b"")))
+            array = np.frombuffer(values, f"{order}{_STORED.get(stored)}")
+            if len(array) != math.prod(shape):
+                raise ValueError(
+                    f"{quote_name(name)} has {len(array)} numbers, which do not match shape {tuple(shape)}"
+                )
+            yield name, array.astype(_CLASSES[flags & 0xFF]).reshape(shape, order="F")
+
+
+def _decompress_element(content: memoryview, order: str, shown: str) -> memoryview:
+    """Decompress an element to the size that it states."""
+    packed = zlib.decompressobj()
+    head = packed.decompress(content, 8)
+    size = struct.unpack(f"{order}II", head)[1]
+    if not can_inflate_to(len(content), size):
+        raise ValueError(f"{len(content)} compressed bytes cannot hold {size} bytes")
+    check_memory(size, shown)
+    body = packed.decompress(packed.unconsumed_tail, max(size, 1))
+    packed.decompress(packed.unconsumed_tail, 1)
+    if not packed.eof:  # the checksum is at the end
+        raise ValueError("it is truncated")
+    return memoryview(head + body)
+
+
+def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
+    """Yield type and content of each element; small ones are inside their tag."""
+    place = 0
+    while place < len(data):
+        kind, size = struct.unpack_from(f"{order}II", data, place)
+        if kind >> 16:
+            yield kind & 0xFFFF, data[place + 4 : place + 4 + (kind >> 16)]
+            place += 8
+            continue
+        if place + 8 + size > len(data):
+            raise ValueError("it is truncated")
+        yield kind, data[place + 8 : place + 8 + size]
+        place += 8 + (size if kind == _COMPRESSED else -(-size // 8) * 8)
 
 
 _FEATURES, _LABELS, _NAMES = "features_", "labels_", "names_"

@@ -20,6 +20,7 @@ _SMALLEST_VARIANCE, _LARGEST_VARIANCE = 1e-30, 1e30
 _LARGEST_EXPONENT = 600.0  # its exponential and inverse are finite in float64, and so are their sums
 # log a and b: if both are above, their logit is normal; the limit of scipy
 _LARGE_BETA, _LARGEST_BETA = math.log(1e8), 40.0
+_SMALLEST_BETA = -300.0  # below, scipy before 1.17 returns NaN; the quantiles are 0 and 1
 
 
 def mean(log_concentration: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def beta_quantile(log_a: Tensor, log_b: Tensor, level: float) -> Tensor:
     standard deviations.
     """
     log_a, log_b = log_a.double(), log_b.double()
-    arguments = [log.clamp(-_LARGEST_EXPONENT, _LARGEST_BETA).exp().cpu().numpy() for log in (log_a, log_b)]
+    arguments = [log.clamp(_SMALLEST_BETA, _LARGEST_BETA).exp().cpu().numpy() for log in (log_a, log_b)]
     exact = torch.as_tensor(special.betaincinv(*arguments, level), device=log_a.device)
     inverse_a, inverse_b = (-log_a).exp(), (-log_b).exp()
     deviation = (inverse_a + inverse_b).sqrt() * float(special.ndtri(level))

@@ -162,7 +162,9 @@ def test_rare_options_are_named_in_the_help_and_described_in_groups_by_help_all(
     rare = shown.partition("More options (see bnncli predict --help-all):")[2].partition("Common options")[0]
     assert "--points" in rare
     assert "Points of the quadrature rule" not in shown
-    assert re.search(r"^Settings of quadrature:\n  --rule .*\n(  .*\n)*?  --points <int> ", everything, re.MULTILINE)
+    assert re.search(
+        r"^Settings of quadrature:\n  --rule .*\n(  .*\n)*?  --points (<int>|INTEGER) ", everything, re.MULTILINE
+    )
     titles = [line[:-1] for line in shown.splitlines() if re.fullmatch(r"[A-Z][a-z ]+:", line)]
     assert titles == ["Arguments", "What to predict", "How", "Output", "Decisions", "Examples"]
 

@@ -23,7 +23,7 @@ from bnncli.cli.commands import own_commands
 from bnncli.cli.execute import run_command_line
 from bnncli.system import devices
 
-SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro", "pydantic", "pyarrow")
+SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro", "pyarrow")
 
 
 # What made the run below; said again, each has nothing to do.
