@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(site: Path) -
     named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     docs = site / "docs"
     assert sorted(named) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+
+
+def test_every_extra_is_in_the_table() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = [line for line in (DOCS / "how-to/install.md").read_text().splitlines() if line.startswith("| `bnncli[")]
+    assert sorted(name for row in rows for name in re.findall(r"bnncli\[(\w+)\]", row)) == sorted(extras)
 
 
 def test_readme_is_two_screens() -> None:

@@ -596,17 +596,25 @@ def check_filled(
     """
     missing = sorted(name for name in info["missing_keys"] if not name.endswith(_COUNTER) and not may_miss(name))
     unknown = sorted(name for name in info["unexpected_keys"] if not may_have(name))
-    odd = sorted((name, tuple(came), tuple(own)) for name, came, own in info["mismatched_keys"] if not may_miss(name))
+    odd = sorted(f"{quote_name(name)} has {shapes}" for name, shapes in _mismatches(info) if not may_miss(name))
     parts = [f"missing from the weights ({len(missing)}): {format_names(missing)}"] if missing else []
     parts += [f"not in the network ({len(unknown)}): {format_names(unknown)}"] if unknown else []
-    parts += [
-        f"{quote_name(name)} has shape {came} in the weights, {own} in the network" for name, came, own in odd[:3]
-    ]
+    parts += odd[:3]
     parts += [" ".join(str(text).split())[:200] for text in info.get("error_msgs", [])[:1]]
     if parts:
         raise DataError(
             f"{quote_name(folder, limit=300)}: {what}; {'; '.join(parts)}", code="wrong_weights", path=folder
         )
+
+
+def _mismatches(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of weights of another shape, and their shapes, which transformers before 5 does not report."""
+    for found in info["mismatched_keys"]:
+        if isinstance(found, str):
+            yield found, "another shape in the network"
+        else:
+            name, came, own = found
+            yield name, f"shape {tuple(came)} in the weights, {tuple(own)} in the network"
 
 
 def prepare_network(network: nn.Module) -> nn.Module:
