@@ -19,9 +19,6 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # With one thread, NumPy's products round the same for any number of cores. They are small; the work is in torch.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Large blocks use new pages each time (system.memory). Request huge pages where the system offers them: without
-    # them, a network fit took half as long again.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from bnncli.cli.execute import run_command_line
     from bnncli.system.memory import keep_freed_blocks
 
