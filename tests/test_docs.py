@@ -32,7 +32,7 @@ def commands_of(block: Block) -> Iterator[list[str]]:
     for line in text.splitlines():
         words = shlex.split(line, comments=True)
         while words:
-            ends = [index for index, word in enumerate(words) if word in ("&&", "|", ";")]
+            ends = [index for index, word in enumerate(words) if word in ("&&", "|", ";", ">")]
             command, words = (words[: ends[0]], words[ends[0] + 1 :]) if ends else (words, [])
             if command[:1] == ["bnncli"]:
                 yield command[1:]

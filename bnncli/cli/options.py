@@ -118,7 +118,7 @@ def describe_unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
     given = sorted(name for name in environ if name.startswith("BNNCLI_"))
     if not given:  # the usual case; listing all known variables takes as long as parsing
         return []
-    known = {"BNNCLI_CONFIG"}
+    known = {"BNNCLI_CONFIG", "BNNCLI_GPUS"}
     for command in all_commands():
         for name, (spec, _) in option_fields(command).items():
             known |= {*_variables(command, name, spec)}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.artifacts.atomic import check_writable
 from bnncli.artifacts.run_folder import artifact_lock
-from bnncli.commands.grid.plan import count_cores, share_threads
 from bnncli.errors import CheckFailed, Interrupted, UsageError
 from bnncli.names import count_noun
 from bnncli.options.command import Argument, Command, CommandLine, CommonOptions, ComputeOptions
@@ -19,6 +18,7 @@ from bnncli.options.declaration import CheckedOptions, option
 from bnncli.papers import BOTH, PUBLISHED, RIGHT, SCALES
 from bnncli.session.run import Result, Run, Table
 from bnncli.system import workers as team
+from bnncli.system.devices import count_cores, share_threads
 
 if TYPE_CHECKING:
     from bnncli.papers.recipe import PaperRecipe, Part

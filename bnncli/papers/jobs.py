@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from bnncli.artifacts.known_files import remember_checks
-from bnncli.commands.grid.running import GRACE, die_with
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
 from bnncli.names import count_noun
@@ -41,7 +40,7 @@ class _Worker:
         try:
             return part, *self.link.recv()
         except (EOFError, OSError):
-            self.process.join(GRACE)
+            self.process.join(signals.GRACE)
             code = self.process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit {code}"
             raise DeviceError(
@@ -108,7 +107,7 @@ class JobPool:
             worker.process.terminate()
         for worker in self.workers:
             worker.link.close()  # a worker that waits ends then
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + signals.GRACE
         for worker in self.workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.is_alive():
@@ -157,7 +156,7 @@ def _work(link: Connection, workshop: Workshop, common: CommonOptions, parent: i
     """Make the parts that are asked for, until the link closes."""
     os.setpgid(0, 0)  # signals of the terminal are for the first process to pass on
     signals.install_handlers()
-    die_with(parent)
+    signals.die_with(parent)
     run = workshop.run
     configure_torch(threads=run.compute.threads, deterministic=run.compute.deterministic)
     with remember_checks(), contextlib.suppress(EOFError, OSError):

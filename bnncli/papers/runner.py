@@ -23,7 +23,6 @@ from bnncli import registry
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.commands.demo import fixture_path
 from bnncli.commands.grid.plan import Job, list_options, plan_jobs, read_grid
-from bnncli.commands.grid.running import check_apart
 from bnncli.errors import BnnError, Interrupted, MissingInput, ReadError, WriteError
 from bnncli.evaluation.comparison import Estimate
 from bnncli.names import count_noun
@@ -330,10 +329,7 @@ def _plan(study: Study, scale: str, places: Places, folder: Path) -> list[Job]:
     said = f"{study.name}, {scale}: {study.title}. Written by reproduce; bnncli grid runs it on several devices."
     text = grid_text(*study.declared(scale, files), run_dir=f"{folder}/runs/{{checkpoint}}", said=said)
     publish_bytes(folder / "grid.toml", text.encode(), may_replace=True)
-    grid = read_grid(folder / "grid.toml")
-    jobs = plan_jobs(grid)
-    check_apart(grid, jobs)
-    return jobs
+    return plan_jobs(read_grid(folder / "grid.toml"))
 
 
 def grid_text(checkpoints: Sequence[str], steps: Sequence[Step], *, run_dir: str, said: str) -> str:

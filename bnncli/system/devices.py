@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bnncli.errors import DeviceError, UsageError
+from bnncli.errors import DeviceError, Interrupted, UsageError
 from bnncli.lazy import torch
 from bnncli.names import printable
+from bnncli.system.workers import STOPS
 
 _ONE_AT_A_TIME = threading.RLock()
 DEVICE_FILES = Path("/dev")
 # device files of every driver that PyTorch computes with
 _GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
+
+CPU, VISIBLE, _THREADS = "cpu", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+GPU_POOL = "BNNCLI_GPUS"  # variable with the devices that processes share out among them, one each
+_POLL = 0.2  # seconds between looks for a free one
 
 
 def device_name(name: str) -> str:
@@ -28,8 +36,36 @@ def device_name(name: str) -> str:
     Raises:
         UsageError, DeviceError: as resolve_device.
     """
+    if name != CPU:
+        _take_device()
     is_told = "torch" in sys.modules or any(any(DEVICE_FILES.glob(pattern)) for pattern in _GPU_FILES)
     return "cpu" if name == "cpu" or (name == "auto" and not is_told) else str(resolve_device(name))
+
+
+def _take_device() -> None:
+    """Take the first free device of $BNNCLI_GPUS and hide the others from CUDA. Its lock is held until this process ends.
+
+    Raises:
+        Interrupted: a signal has come while it waited for one.
+    """
+    names = [name.strip() for name in os.environ.pop(GPU_POOL, "").split(",") if name.strip()]
+    folder = Path(tempfile.gettempdir(), f"bnncli-gpus-{os.getuid()}")
+    while names:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for name in names:
+            descriptor = os.open(
+                folder / re.sub(r"\W", "-", name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            os.environ[VISIBLE] = "" if name == CPU else name
+            return
+        if STOPS:
+            raise Interrupted(STOPS[0], "interrupted while waiting for a GPU")
+        time.sleep(_POLL)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -178,6 +214,19 @@ def tf32_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def share_threads(count: int) -> dict[str, str]:
+    """Return the threads of each of several processes, where no variable sets them."""
+    if count == 1 or _THREADS in os.environ:
+        return {}
+    return {_THREADS: str(max(1, count_cores() // count))}
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -46,6 +47,19 @@ def install_handlers() -> None:
             continue
         with contextlib.suppress(ValueError):  # only the main thread may install handlers
             signal.signal(name, _handle)
+
+
+GRACE = 60.0  # seconds that processes have to save their states, before they are killed
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: a process that was just forked looks for nothing
+
+
+def die_with(parent: int) -> None:
+    """Make a new process stop when the process that began it is gone, however that went."""
+    if _PRCTL is not None:  # Linux; elsewhere what a killed process began ends by itself
+        _PRCTL(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:  # gone before it could be asked for
+        os._exit(128 + signal.SIGTERM)
 
 
 def forget_received() -> None:

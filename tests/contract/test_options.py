@@ -174,7 +174,7 @@ EXAMPLES = [example for command in own_commands() for example in command.example
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_of_the_help_parses(example: str) -> None:
-    words = shlex.split(example.split("|")[0])
+    words = shlex.split(re.split(r" [|>]", example)[0])
     while "=" in words[0]:
         words = words[1:]
     assert words[0] == "bnncli"

@@ -182,7 +182,7 @@ LINES = {
             ("small", "--name", "new", "--posterior", "two", "--posterior", "one"),
             ("small.bnn/posteriors/one.nc", _TRAIN),
         ),
-        Line("grid", ("grid.toml", "--dir", "else"), ("small.bnn/posteriors/kron.safetensors",), force=()),
+        Line("grid", ("grid.toml", "--makefile"), is_read_only=True),
         Line(
             "reproduce",
             ("refinement/figure-2", "--out", "made"),

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import h5py
 
@@ -34,10 +34,7 @@ class Shim:
         number: the errno to raise, or 0 to kill.
         lasts: whether every later call of these kinds fails too, as on a disk that is full or read-only.
         seen: the calls so far, (kind, name of the file).
-        rests: whether nothing is counted any more, in a process that was forked from the one that it is for.
     """
-
-    rests: ClassVar[bool] = False
 
     root: Path
     kinds: tuple[str, ...]
@@ -48,7 +45,7 @@ class Shim:
 
     def hit(self, kind: str, where: Any) -> None:
         """Count one call, and fail at the chosen one."""
-        if kind not in self.kinds or Shim.rests:
+        if kind not in self.kinds:
             return
         name = _path_of(where)
         self.seen.append((kind, os.path.relpath(name, self.root)))

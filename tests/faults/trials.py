@@ -28,7 +28,6 @@ from bnncli.cli.execute import run_command_line
 from bnncli.commands.export import build as export
 from bnncli.errors import BnnError
 from bnncli.figures import pages, style
-from faults.forked_lines import fork_lines
 from faults.lines import LINES, Line, copy_tree, leave_leftovers, leave_stale
 from faults.mutations import mutations
 from faults.shim import READS, WRITES, Shim
@@ -284,7 +283,6 @@ def serve(requests: Connection) -> None:
     A request is the arguments of `run_line`; the answer is how its process ended.
     """
     _draw_and_time_nothing()
-    fork_lines()
     assert run_command_line(["config", "show", "refine", "-q"], io.StringIO()) == 0  # what parses is imported late
     gc.collect()
     gc.freeze()  # a collection of everything takes longer than most commands

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from bnncli.commands.grid.plan import Job, plan_jobs, read_grid
-from bnncli.commands.grid.running import check_apart
 
 # What a line does: it notes that it began, does what `acts.json` says of it, leaves a file, notes that it ended, prints a document.
 _LINE = """
@@ -24,7 +23,7 @@ act = json.loads(Path("acts.json").read_text()).get(name, {})
 
 def note(what):
     with open("notes", "a") as file:
-        names = [one for one in os.environ if one in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RANK", "TORCHELASTIC_RUN_ID")]
+        names = [one for one in os.environ if one in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "BNNCLI_GPUS", "MAKELEVEL")]
         seen = {one: os.environ[one] for one in names}
         file.write(json.dumps({"name": name, "what": what, "words": words, "environment": seen, "pid": os.getpid()}) + "\\n")
 
@@ -51,8 +50,8 @@ while "together" in act and time.monotonic() < until:  # until others have begun
     if {one["name"] for one in notes} >= set(act["together"]):
         break
     time.sleep(0.005)
-if "tell" in act:  # who started this line
-    os.kill(os.getppid(), act["tell"])
+if "tell" in act:  # the grid
+    os.kill(act["pid"], act["tell"])
     time.sleep(act.get("seconds", 20))
 elif "seconds" in act:
     time.sleep(act["seconds"])
@@ -108,10 +107,7 @@ def write_grid(folder: Path, text: str) -> Path:
 
 def jobs_of(folder: Path, text: str) -> list[Job]:
     """The lines of a grid; paths begin in the folder where the test is."""
-    grid = read_grid(write_grid(folder, text))
-    jobs = plan_jobs(grid)
-    check_apart(grid, jobs)
-    return jobs
+    return plan_jobs(read_grid(write_grid(folder, text)))
 
 
 def lines_of(folder: Path, text: str) -> list[str]:
@@ -123,11 +119,10 @@ def lines_of(folder: Path, text: str) -> list[str]:
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A folder where grids run the stand-in."""
     from bnncli.commands.grid import running
-    from bnncli.commands.grid import running as schedule
 
     found = Stage(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(running, "program", lambda: found.program)
-    monkeypatch.setattr(schedule, "_POLL", 0.005)
+    monkeypatch.setattr(running, "_POLL", 0.005)
     return found

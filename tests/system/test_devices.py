@@ -1,9 +1,13 @@
 """What the device code promises about precision and memory."""
 
+import os
+import select
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +59,41 @@ def test_pytorch_is_asked_for_a_gpu_only_where_there_may_be_one(
     assert [devices.device_name(name) for name in ("auto", "cpu", "cuda:1")] == ["cpu", "cpu", "asked for cuda:1"]
     (tmp_path / "nvidia0").touch()
     assert [devices.device_name(name) for name in ("auto", "cpu")] == ["asked for auto", "cpu"]
+
+
+_TAKE = """
+import os, sys
+from bnncli.system.devices import device_name
+device_name("cpu")
+assert "BNNCLI_GPUS" in os.environ
+device_name("auto")
+assert "BNNCLI_GPUS" not in os.environ  # not for the processes that it starts
+print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_each_process_takes_a_device_of_the_pool_for_as_long_as_it_lives(tmp_path: Path) -> None:
+    environment = {**os.environ, "BNNCLI_GPUS": "GPU-a,cpu", "TMPDIR": str(tmp_path)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+
+    def start() -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", _TAKE]
+        return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start() as first, start() as second, start() as third:
+        outputs = [process.stdout for process in (first, second, third) if process.stdout is not None]
+        taken: dict[Any, str] = {}
+        while len(taken) < 2:
+            taken |= {output: output.readline() for output in select.select(outputs, [], [])[0] if output not in taken}
+            outputs = [output for output in outputs if output not in taken]
+        assert sorted(taken.values()) == ["\n", "GPU-a\n"]
+        assert not select.select(outputs, [], [], 0.5)[0]  # it waits
+        ended = next(process for process in (first, second, third) if taken.get(process.stdout) == "GPU-a\n")
+        ended.kill()
+        assert outputs[0].readline() == "GPU-a\n"
+        for process in (first, second, third):
+            process.kill()
 
 
 def test_why_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

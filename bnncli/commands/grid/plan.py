@@ -11,22 +11,23 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bnncli import registry
 from bnncli.artifacts.run_folder import RunFolder
-from bnncli.errors import BnnError, ConfigError, DeviceError, MissingInput, UsageError
-from bnncli.lazy import torch
+from bnncli.errors import BnnError, ConfigError, MissingInput
 from bnncli.numerics.digests import json_sha256
-from bnncli.options.command import Command, CommandLine, CommonOptions, NameOptions, RecordOptions
-from bnncli.options.declaration import CheckedOptions, Declared, build_options, declaration, flag_of, map_options
+from bnncli.options.command import COMPUTE, Command, CommandLine, CommonOptions, InputOptions, NameOptions
+from bnncli.options.declaration import (
+    CheckedOptions,
+    Declared,
+    build_options,
+    declaration,
+    flag_of,
+    map_options,
+    settings_of,
+)
 from bnncli.options.toml import base_type, closest, faults_of, line_of, option_value, read_toml
-from bnncli.system import workers as team
-from bnncli.system.devices import device_name
-
-if TYPE_CHECKING:
-    from bnncli.commands.grid import GridOptions
-
 
 NAMES_ITSELF = ("predict",)  # its results are named after what it predicts with
 
@@ -67,11 +68,6 @@ class GridStep:
     def takes_name(self) -> bool:
         """True where --name names its results, which are not named after its inputs."""
         return NameOptions in self.groups and (self.is_named or self.command not in NAMES_ITSELF)
-
-    @property
-    def makes_artifacts(self) -> bool:
-        """True where its lines check themselves what is up to date."""
-        return RecordOptions in self.groups
 
 
 @dataclass(frozen=True)
@@ -312,24 +308,6 @@ def _is_there(name: str, first: GridStep) -> bool:
     return RunFolder.of(Path(name), None, is_name=True).root.is_dir()
 
 
-_GPUS, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
-CPU = "cpu"
-_ANYWHERE = ("auto", CPU)  # devices of a line that the grid places
-
-
-@dataclass(frozen=True)
-class LinePlace:
-    """A place that runs one line at a time.
-
-    Args:
-        name: name for people.
-        environment: variables of its processes, in addition to this one's.
-    """
-
-    name: str
-    environment: Mapping[str, str]
-
-
 Axes = Mapping[tuple[str, str], int]  # which value of an option of a step, by both names
 
 
@@ -374,66 +352,6 @@ class Job:
         """Return the job's name for file names."""
         place = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{self.called}.{self.name}")[:150]
         return f"{place}.{self.key[:8]}"
-
-
-def list_places(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
-    """Return the places to run lines.
-
-    Raises:
-        UsageError: started by torchrun, or a line names another device itself.
-        DeviceError: a GPU does not exist.
-    """
-    workers = team.rank_and_size()
-    if workers is not None and workers[1] > 1:
-        raise UsageError(
-            f"grid starts its own processes, but torchrun started {workers[1]} copies of it: run it without torchrun",
-            hint="\0devices\0 0,1,2,3 runs a line on each GPU; \0jobs\0 4 runs four on the CPU",
-        )
-    if options.jobs is None and options.devices is None:
-        return [LinePlace("here", {})]
-    for job in jobs:
-        if job.given.get("device", CPU) not in _ANYWHERE:
-            flag = "\0devices\0" if options.jobs is None else "\0jobs\0"
-            where = job.step.keys.get("device", job.step.where)
-            raise UsageError(f"{where}: {flag} sets where lines run; omit device or {flag}")
-    if options.jobs is not None:
-        environment = {_GPUS: "", **share_threads(options.jobs)}
-        return [LinePlace(f"cpu {number}", environment) for number in range(options.jobs)]
-    visible = _find_visible_gpus([int(one) for one in options.places if one != CPU])
-    threads = share_threads(len(options.places))
-    return [
-        LinePlace(CPU if one == CPU else f"cuda:{one}", {_GPUS: "" if one == CPU else visible[int(one)], **threads})
-        for one in options.places
-    ]
-
-
-def share_threads(count: int) -> dict[str, str]:
-    """Return the threads of each of several processes, where no variable sets them."""
-    if count == 1 or _THREADS in os.environ:
-        return {}
-    return {_THREADS: str(max(1, count_cores() // count))}
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def _find_visible_gpus(numbers: list[int]) -> dict[int, str]:
-    """Return CUDA's names of these GPUs, which are numbered among those this process may see."""
-    if not numbers:
-        return {}
-    count = 0 if device_name("auto") == CPU else torch.cuda.device_count()
-    missing = [number for number in numbers if number >= count]
-    if missing:
-        there = f"have {count}, numbered from 0" if count else "PyTorch finds no GPU on this machine"
-        raise DeviceError(
-            f"\0devices\0: no GPU {missing[0]}: {there}",
-            hint="use the CPU with \0jobs\0 N or \0devices\0 cpu",
-        )
-    names = [one.strip() for one in os.environ.get(_GPUS, "").split(",") if one.strip()]
-    return {number: names[number] if names else str(number) for number in numbers}
 
 
 MAX_JOBS = 10_000
@@ -518,6 +436,8 @@ class _Earlier:
         Raises:
             ConfigError: the command refuses the line.
         """
+        if {"\n", "\r"} & {*line.pasted()}:
+            raise self.grid.fault(step.where, "expected values without line breaks")
         resumed = line.having(_RESUME, True)
         if _RESUME in step.options and _find_refusal(resumed) is None:
             return resumed
@@ -533,7 +453,8 @@ def plan_jobs(grid: GridFile) -> list[Job]:
     """Return all jobs, each checked as the command line checks it.
 
     Raises:
-        ConfigError: a command refuses its line, or there are too many lines. The message names the step.
+        ConfigError: a command refuses its line, two lines write the same, or there are too many lines. The message names
+            the step.
     """
     jobs: list[Job] = []
     values = (one for step in grid.steps for alternatives in step.values.values() for one in alternatives)
@@ -552,6 +473,7 @@ def plan_jobs(grid: GridFile) -> list[Job]:
                 raise grid.fault(step.where, "no lines: the steps that it refers to have no values in common")
             earlier.jobs[step.name] = own
             jobs += own
+    _check_apart(grid, jobs)
     return jobs
 
 
@@ -680,3 +602,105 @@ def find_references(values: Iterable[Any]) -> list[tuple[str, bool]]:
 def list_texts(value: Any) -> list[str]:
     """Return the texts of a value, which may have references."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+
+
+WRITTEN = ("plot", "table", "dense", "out")  # options of a file or folder, which no two lines may share
+
+
+def _check_apart(grid: GridFile, jobs: list[Job]) -> None:
+    """Pass where no two lines write the same. Raises ConfigError otherwise, naming the step."""
+    folders: dict[str, Job] = {}
+    lines: dict[str, Job] = {}
+    results: dict[tuple[object, ...], Job] = {}
+    files: dict[str, Job] = {}
+    for job in jobs:
+        folder = find_run_folder(job)
+        other = folders.setdefault(str(folder), job)
+        if os.path.abspath(other.checkpoint) != os.path.abspath(job.checkpoint):
+            said = f"{other.checkpoint} and {job.checkpoint} would share the run folder {folder}: put {{checkpoint}} into run-dir"
+            raise grid.fault(job.step.keys.get("run_dir", job.step.where), said)
+        if (other := lines.setdefault(job.key, job)) is not job:
+            raise grid.fault(job.step.where, f"step {other.step.name} has the same line: {job.line.pasted()}")
+        for key, said in _results(job):
+            if (other := results.setdefault((str(folder), *key), job)) is not job and not _is_same(job, other):
+                raise grid.fault(job.step.where, _describe_clash(job, other, said))
+        for path, option in _list_written(job):
+            if (other := files.setdefault(path, job)) is not job:
+                raise _shared_file(grid, job, option)
+
+
+def find_run_folder(job: Job) -> Path:
+    """Return the folder of the job's run, as far as its line says."""
+    return Path(os.path.abspath(RunFolder.of(Path(job.checkpoint), job.given.get("run_dir"), is_name=True).root))
+
+
+# Of commands whose results are not named by --name: the options that say what is written.
+_CHOOSING = {
+    "train": (),
+    "extract-features": ("data", "ood", "hold_out", "from_npz"),
+    "predict": ("posterior", "integrator", "layers", "split"),
+    "evaluate": ("posterior", "integrator", "layers"),
+}
+
+
+def _results(job: Job) -> Iterator[tuple[tuple[object, ...], str]]:
+    """Return what tells the job's results from others', and their names."""
+    command = job.step.command
+    if "name" in job.given or (job.step.takes_name and "out" not in job.given):
+        name = job.given.get("name", job.name)
+        yield ("predictions" if command == "predict" else "posterior", name), name
+    elif command in _CHOOSING and "out" not in job.given:
+        yield (command, *(list_values(job, _list_choosing_options(command)))), ""
+
+
+def _is_same(job: Job, other: Job) -> bool:
+    """Return whether two unnamed results of one place are the same, because their lines differ in nothing that changes numbers."""
+    return not job.step.takes_name and not _list_differences(job, other)
+
+
+def _describe_clash(job: Job, other: Job, name: str) -> str:
+    """Describe what two lines would both write, and what helps."""
+    if name and job.step is other.step:
+        return f"two of its lines create {name!r}: drop a value, or put it in a step with another name"
+    if name:
+        return f"step {other.step.name} also creates {name!r}: rename one of them"
+    shown = " and ".join(flag_of(one)[2:] for one in _list_differences(job, other))
+    said = f"lines with different values of {shown} would write the same files"
+    if job.step.command == "predict":
+        return f"{said}: give the step a name, so that its predictions are named after their values"
+    if job.step.command == "train":
+        return f"{said} (the checkpoint itself): keep one value, and use a grid with other checkpoints for another"
+    return f"{said}: keep one value, or give each its own run folder with run-dir"
+
+
+_SHARED = {spec.name for group in (*COMPUTE, NameOptions, InputOptions) for spec in fields(group)} - {"seed"}
+
+
+def _list_differences(job: Job, other: Job) -> list[str]:
+    """Options in which two lines of a command differ that change the numbers of what is written there."""
+    options, chosen = job.step.options, _list_choosing_options(job.step.command)
+    names = {name for name in options if name not in chosen | _SHARED and options[name][0].metadata["numeric"]}
+    return sorted(name for name in names if list_values(job, (name,)) != list_values(other, (name,)))
+
+
+def _list_choosing_options(command: str) -> set[str]:
+    return {*_CHOOSING[command], *(settings_of("integrators") if command == "predict" else ())}
+
+
+def list_values(job: Job, names: Iterable[str]) -> list[tuple[str, str]]:
+    """These options of a line with their values, in an order of their own."""
+    return sorted((name, value) for name, value in job.line.parts if name is not None and name in names)
+
+
+def _list_written(job: Job) -> Iterator[tuple[str, str]]:
+    """Files and folders that the line names to be written, each with its option."""
+    for option in WRITTEN:
+        if option in job.given:
+            yield os.path.abspath(job.given[option]), option
+
+
+def _shared_file(grid: GridFile, job: Job, option: str) -> ConfigError:
+    flag, path = flag_of(option)[2:], Path(job.given[option])
+    instead = path.with_name(f"{path.stem}-{{{JOB}}}{path.suffix}")
+    said = f"several lines would write {path}: put {{{JOB}}} into the name, such as {instead}"
+    return grid.fault(job.step.keys.get(option, f"{job.step.where} {flag}"), said)

@@ -305,7 +305,7 @@ def test_what_is_not_there_is_66_and_named(cli: Cli, folder: Path) -> None:
         (["--jobs", 2, "--devices", "cpu"], "--jobs and --devices are mutually exclusive"),
         (["--devices", "0,x"], "--devices: expected GPU numbers and cpu, such as 0,1,2,3; got '0,x'"),
         (["--devices", "1,1"], "--devices: 1 is given twice"),
-        (["--slurm", "--jobs", 2], "--slurm only prints a job script"),
+        (["--makefile", "-n"], "--dry-run, --makefile and --snakefile print different things: give one of them"),
         (["--jobs", 2], r"grid.toml:4: step 1 (fit-laplace) device: --jobs sets where lines run"),
     ],
 )
