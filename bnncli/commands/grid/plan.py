@@ -621,12 +621,16 @@ def _check_apart(grid: GridFile, jobs: list[Job]) -> None:
             raise grid.fault(job.step.keys.get("run_dir", job.step.where), said)
         if (other := lines.setdefault(job.key, job)) is not job:
             raise grid.fault(job.step.where, f"step {other.step.name} has the same line: {job.line.pasted()}")
-        for key, said in _results(job):
-            if (other := results.setdefault((str(folder), *key), job)) is not job and not _is_same(job, other):
-                raise grid.fault(job.step.where, _describe_clash(job, other, said))
-        for path, option in _list_written(job):
-            if (other := files.setdefault(path, job)) is not job:
-                raise _shared_file(grid, job, option)
+        for key, name in _results(job):
+            other = results.setdefault((str(folder), *key), job)
+            if other is not job and (name or _list_differences(job, other)):
+                raise grid.fault(job.step.where, _describe_clash(job, other, name))
+        for option in WRITTEN:
+            path = Path(job.given.get(option, ""))
+            if option in job.given and files.setdefault(os.path.abspath(path), job) is not job:
+                instead = path.with_name(f"{path.stem}-{{{JOB}}}{path.suffix}")
+                said = f"several lines would write {path}: put {{{JOB}}} into the name, such as {instead}"
+                raise grid.fault(job.step.keys.get(option, f"{job.step.where} {flag_of(option)[2:]}"), said)
 
 
 def find_run_folder(job: Job) -> Path:
@@ -651,11 +655,6 @@ def _results(job: Job) -> Iterator[tuple[tuple[object, ...], str]]:
         yield ("predictions" if command == "predict" else "posterior", name), name
     elif command in _CHOOSING and "out" not in job.given:
         yield (command, *(list_values(job, _list_choosing_options(command)))), ""
-
-
-def _is_same(job: Job, other: Job) -> bool:
-    """Return whether two unnamed results of one place are the same, because their lines differ in nothing that changes numbers."""
-    return not job.step.takes_name and not _list_differences(job, other)
 
 
 def _describe_clash(job: Job, other: Job, name: str) -> str:
@@ -690,17 +689,3 @@ def _list_choosing_options(command: str) -> set[str]:
 def list_values(job: Job, names: Iterable[str]) -> list[tuple[str, str]]:
     """These options of a line with their values, in an order of their own."""
     return sorted((name, value) for name, value in job.line.parts if name is not None and name in names)
-
-
-def _list_written(job: Job) -> Iterator[tuple[str, str]]:
-    """Files and folders that the line names to be written, each with its option."""
-    for option in WRITTEN:
-        if option in job.given:
-            yield os.path.abspath(job.given[option]), option
-
-
-def _shared_file(grid: GridFile, job: Job, option: str) -> ConfigError:
-    flag, path = flag_of(option)[2:], Path(job.given[option])
-    instead = path.with_name(f"{path.stem}-{{{JOB}}}{path.suffix}")
-    said = f"several lines would write {path}: put {{{JOB}}} into the name, such as {instead}"
-    return grid.fault(job.step.keys.get(option, f"{job.step.where} {flag}"), said)

@@ -238,6 +238,7 @@ class LineEnd:
 
 _POLL = 0.2  # seconds between looks at what make has said
 _ENDED = re.compile(r"/([^/]+)\.done\] (?:Error (\d+)|(\S.*))$")  # of a line that failed, as make says it
+_ENGLISH = {"LANGUAGE": "en"}  # the messages that are read here
 _OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # what a make that runs this process tells it
 
 
@@ -260,6 +261,7 @@ def run_lines(run: Run, lines: Sequence[Line], count: int, environment: dict[str
         for line in unfinished:
             line.stamp.unlink(missing_ok=True)
             line.path(".json").unlink(missing_ok=True)
+        log.unlink(missing_ok=True)  # a make that was killed may still write its own
         said = open(log, "wb")  # noqa: SIM115  # closed below
     except OSError as error:
         raise write_error(error, folder) from None
@@ -269,7 +271,11 @@ def run_lines(run: Run, lines: Sequence[Line], count: int, environment: dict[str
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            env={name: text for name, text in os.environ.items() if name not in _OF_MAKE} | environment,
+            env={
+                **{name: text for name, text in os.environ.items() if name not in _OF_MAKE},
+                **_ENGLISH,
+                **environment,
+            },
             process_group=0,  # what a terminal tells all processes is for the grid to pass on
             preexec_fn=partial(signals.die_with, os.getpid()),
         )
