@@ -93,10 +93,9 @@ def execute(run: Run, options: GridOptions) -> Result:
     """Run the lines, or print them with --dry-run, --makefile or --snakefile. The result says how each ended."""
     from bnncli.commands.grid.plan import plan_jobs, read_grid
     from bnncli.commands.grid.running import (
-        PLAIN,
-        Line,
         choose_places,
         find_unfinished,
+        place_lines,
         run_lines,
         write_makefile,
         write_snakefile,
@@ -105,10 +104,7 @@ def execute(run: Run, options: GridOptions) -> Result:
     file = Path(run.arguments["file"])
     jobs = plan_jobs(read_grid(file))
     folder = file.with_name(f"{file.name}.grid") if options.dir is None else Path(options.dir)
-    if not PLAIN.fullmatch(str(folder)):
-        said = f"make needs a folder named by letters, digits, spaces and ._-+,@ only; got {folder}"
-        raise UsageError(f"\0dir\0: {said}")
-    lines = [Line(job, folder, run.console.options.config) for job in jobs]
+    lines = place_lines(jobs, folder, run.console.options.config)
     if options.makefile or options.snakefile:
         text = write_makefile(lines) if options.makefile else write_snakefile(lines)
         return Result(lines=text.splitlines(), extra={"lines": [job.line.pasted() for job in jobs], "script": text})

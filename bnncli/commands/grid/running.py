@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bnncli.commands.grid import GridOptions
 
 _ANYWHERE = ("auto", CPU)  # devices of a line that the grid places
-PLAIN = re.compile(r"[\w ./+@,-]+")  # paths that make and Snakemake take
+_PLAIN = re.compile(r"[\w ./+@,-]+")  # paths that make and Snakemake take
 _WAIT = 60  # seconds for a lock: the lines of a grid that was killed may still be saving their states
 
 
@@ -43,11 +43,13 @@ class Line:
     Args:
         folder: of the grid.
         config: the configuration file that the grid was given.
+        needs: stamps of the lines it waits for, its checkpoint and its configuration file.
     """
 
     job: Job
     folder: Path
     config: str | None
+    needs: list[str]
 
     def path(self, suffix: str) -> Path:
         """Return one of its files: .done is its stamp, .json its document, .log what it said."""
@@ -71,12 +73,6 @@ class Line:
         """Return the paths of its artifacts."""
         return [one["path"] for one in self.document.get("outputs", [])]
 
-    @cached_property
-    def followed(self) -> list[str]:
-        """Return files that it depends on, as far as the plan knows them."""
-        named = (self.job.checkpoint, self.config or "bnncli.toml")
-        return [name for name in named if Path(name).is_file()]
-
     def words(self) -> list[str]:
         """Return the words of its command line, after `bnncli`."""
         line = self.job.line.having("config", self.config)
@@ -90,9 +86,22 @@ class Line:
             return False
         document, when = self.document, self.stamp.stat().st_mtime_ns
         made = [*self.outputs, *(self.job.given[option] for option in WRITTEN if option in self.job.given)]
-        read = [*self.followed, *(one["path"] for one in document.get("inputs", []))]
+        read = [*self.needs, *(one["path"] for one in document.get("inputs", []))]
         is_old = all(os.stat(path).st_mtime_ns <= when for path in read if os.path.exists(path))
         return bool(document) and is_old and all(os.path.exists(path) for path in made)
+
+
+def place_lines(jobs: Sequence[Job], folder: Path, config: str | None) -> list[Line]:
+    """Return the lines of a grid. Raises UsageError if make cannot name its folder."""
+    if not _PLAIN.fullmatch(str(folder)):
+        said = f"make needs a folder named by letters, digits, spaces and ._-+,@ only; got {folder}"
+        raise UsageError(f"\0dir\0: {said}")
+    lines: list[Line] = []
+    for job in jobs:
+        stamps = [str(lines[number].stamp) for number in job.after]
+        files = [name for name in (job.checkpoint, config or "bnncli.toml") if Path(name).is_file()]
+        lines.append(Line(job, folder, config, [*stamps, *files]))
+    return lines
 
 
 def find_unfinished(lines: Sequence[Line]) -> list[Line]:
@@ -120,19 +129,18 @@ all: {stamps}
 
 def write_makefile(lines: Sequence[Line]) -> str:
     """Return a Makefile with a rule for each line. It has no tabs, which a terminal would not show."""
-    names = [_escape(line.stamp) for line in lines]
-    own = shlex.join(program()).replace("$", "$$").replace("#", "\\#")
-    found = _MAKEFILE.format(count=count_noun(len(lines), "line"), program=own, stamps=" ".join(names))
-    for line, name in zip(lines, names, strict=True):
-        followed = [_escape(path) for path in line.followed if PLAIN.fullmatch(path)]
-        needs = " ".join([*(names[number] for number in line.job.after), *followed])
+    own, stamps = shlex.join(program()).replace("$", "$$").replace("#", "\\#"), [str(line.stamp) for line in lines]
+    found = _MAKEFILE.format(count=count_noun(len(lines), "line"), program=own, stamps=_escape(stamps))
+    for line in lines:
         words = shlex.join(line.words()).replace("$", "$$").replace("#", "$(HASH)")
-        found += f"{name}: LINE = {words}\n{name}: {needs} ; $(run)\n"
+        name = _escape([str(line.stamp)])
+        found += f"{name}: LINE = {words}\n{name}: {_escape(line.needs)} ; $(run)\n"
     return found
 
 
-def _escape(path: Path | str) -> str:
-    return str(path).replace(" ", "\\ ")
+def _escape(paths: Sequence[str]) -> str:
+    """Return paths as make reads them, without those that it cannot read."""
+    return " ".join(path.replace(" ", "\\ ") for path in paths if _PLAIN.fullmatch(path))
 
 
 _SNAKEFILE = """\
@@ -157,10 +165,9 @@ def write_snakefile(lines: Sequence[Line]) -> str:
     """Return a Snakefile with a rule for each step."""
     found = {}
     for line in lines:
-        needs = [*(str(lines[number].stamp) for number in line.job.after), *line.followed]
         told = f"> {shlex.quote(str(line.path('.json')))} 2>> {shlex.quote(str(line.path('.log')))}"
         command = f"{shlex.join([*program(), *line.words()])} {told}"
-        found[f"{line.job.step.name}/{line.job.stem}"] = (needs, command)
+        found[f"{line.job.step.name}/{line.job.stem}"] = (line.needs, command)
     folder = json.dumps(str(lines[0].folder))
     return _SNAKEFILE.format(count=count_noun(len(lines), "line"), folder=folder, lines=json.dumps(found, indent=1))
 
@@ -236,8 +243,9 @@ class LineEnd:
         return self.state in (DONE, UP_TO_DATE)
 
 
+_LOG = "make.log"
 _POLL = 0.2  # seconds between looks at what make has said
-_ENDED = re.compile(r"/([^/]+)\.done\] (?:Error (\d+)|(\S.*))$")  # of a line that failed, as make says it
+_ENDED = re.compile(r"/([^/]+)\.done\] (.+)$")  # of a line that failed, as make says it
 _ENGLISH = {"LANGUAGE": "en"}  # the messages that are read here
 _OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # what a make that runs this process tells it
 
@@ -255,7 +263,7 @@ def run_lines(run: Run, lines: Sequence[Line], count: int, environment: dict[str
         hint = "install make, or run the lines with Snakemake: bnncli grid FILE --snakefile"
         raise DeviceError("grid runs its lines with make, which is not installed", hint=hint, code="no_make")
     folder, unfinished = lines[0].folder, find_unfinished(lines)
-    makefile, log = folder / "Makefile", folder / "make.log"
+    makefile, log = folder / "Makefile", folder / _LOG
     try:
         makefile.write_text(write_makefile(lines))
         for line in unfinished:
@@ -280,44 +288,44 @@ def run_lines(run: Run, lines: Sequence[Line], count: int, environment: dict[str
             preexec_fn=partial(signals.die_with, os.getpid()),
         )
     try:
-        codes = _follow(run, unfinished, process, log)
+        told = _follow(run, unfinished, process, log)
     except Interrupted as error:
         error.hint = f"continue with: {run.line.pasted()}"
         raise
     finally:
         stop(process)
-    return _list_ends(lines, {line.job.number for line in unfinished}, codes)
+    return _list_ends(lines, {line.job.number for line in unfinished}, told)
 
 
-def _follow(run: Run, lines: Sequence[Line], process: subprocess.Popen[bytes], log: Path) -> dict[str, int | None]:
-    """Tell how lines end, until make ends. Return the exit codes of those that failed, by their stems.
+def _follow(run: Run, lines: Sequence[Line], process: subprocess.Popen[bytes], log: Path) -> dict[str, str]:
+    """Tell how lines end, until make ends. Return what it said of those that failed, by their stems.
 
     Raises:
         Interrupted: a signal has come.
     """
     task, ahead = run.console.task("grid", len(lines)), list(lines)
-    codes: dict[str, int | None] = {}
+    told: dict[str, str] = {}
     with open(log, encoding="utf-8", errors="replace") as said:
         is_last = False
         while not is_last:
             is_last = process.poll() is not None
             for text in said:
                 if (found := _ENDED.search(text.rstrip())) is not None:
-                    codes[found[1]] = int(found[2]) if found[2] else _code_of_signal(found[3])
-            new = [line for line in ahead if line.job.stem in codes or line.stamp.exists()]
+                    told[found[1]] = found[2]
+            new = [line for line in ahead if line.job.stem in told or line.stamp.exists()]
             for line in new:
-                ended = _end(line, codes, [])
-                warned = count_noun(len(line.document.get("warnings", [])), "warning")
-                told = f": {ended.why}" if ended.why else "" if warned.startswith("0") else f", {warned}"
-                run.console.info(f"{line.job.label}: {ended.state.replace('_', ' ')}{told}")
+                ended = _end(line, told, [])
+                warned = len(line.document.get("warnings", []))
+                more = f": {ended.why}" if ended.why else f", {count_noun(warned, 'warning')}" if warned else ""
+                run.console.info(f"{line.job.label}: {ended.state.replace('_', ' ')}{more}")
             ahead = [line for line in ahead if line not in new]
             task.advance(len(new))
             if not is_last:
                 time.sleep(_POLL)
-    return codes
+    return told
 
 
-def _list_ends(lines: Sequence[Line], unfinished: set[int], codes: dict[str, int | None]) -> list[LineEnd]:
+def _list_ends(lines: Sequence[Line], unfinished: set[int], told: dict[str, str]) -> list[LineEnd]:
     """Return the end of each line."""
     ends: list[LineEnd] = []
     for line in lines:
@@ -326,44 +334,33 @@ def _list_ends(lines: Sequence[Line], unfinished: set[int], codes: dict[str, int
             for number in line.job.after
             if not (end := ends[number]).is_good
         ]
-        ends.append(_end(line, codes, causes) if line.job.number in unfinished else LineEnd(UP_TO_DATE))
+        ends.append(_end(line, told, causes) if line.job.number in unfinished else LineEnd(UP_TO_DATE))
     return ends
 
 
-def _end(line: Line, codes: dict[str, int | None], causes: Sequence[str]) -> LineEnd:
+def _end(line: Line, told: dict[str, str], causes: Sequence[str]) -> LineEnd:
     """Return the end of a line that was to run.
 
     Args:
-        codes: exit codes of the lines that failed, by their stems.
+        told: what make said of the lines that failed, by their stems: Error CODE, or a signal.
         causes: why it could not begin.
     """
     if line.stamp.exists():
         return LineEnd(UP_TO_DATE if line.document.get("action") == "up_to_date" else DONE, 0)
     if causes:
         return LineEnd(SKIPPED, None, causes[0])
-    code = codes.get(line.job.stem)
-    return LineEnd(FAILED, code, _find_reason(line, code))
-
-
-def _find_reason(line: Line, code: int | None) -> str:
-    """Return why a line failed, in one line, and what to do."""
+    how = told.get(line.job.stem, f"make ended before it did; see {line.folder / _LOG}")
+    code = int(how.removeprefix("Error ")) if how.startswith("Error ") else None
     error = line.document.get("error")
     if isinstance(error, dict) and error.get("message"):
-        return printable(str(error["message"]) + BnnError("", hint=error.get("hint")).advice)
-    if code == 128 + signal.SIGKILL:
-        return "killed by SIGKILL, probably because the system ran out of memory"
-    if code is not None and code > 128:
-        return f"ended by {signal.Signals(code - 128).name}"
-    log = line.path(".log")
-    said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return printable(said[-1])[:300] if said else "it printed nothing"
-
-
-def _code_of_signal(text: str) -> int | None:
-    """Return the exit code for a signal that make describes; None for one that Python describes otherwise."""
-    known = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
-    number = known.get(text.removesuffix(" (core dumped)"))
-    return None if number is None else 128 + number
+        how = str(error["message"]) + BnnError("", hint=error.get("hint")).advice
+    elif how == "Killed":
+        how = "killed, probably because the system ran out of memory"
+    elif code is not None:
+        log = line.path(".log")
+        said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        how = said[-1][:300] if said else "it printed nothing"
+    return LineEnd(FAILED, code, printable(how))
 
 
 def stop(process: subprocess.Popen[bytes], *, grace: float = signals.GRACE) -> None:
