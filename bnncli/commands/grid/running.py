@@ -258,7 +258,7 @@ def run_lines(run: Run, lines: Sequence[Line], count: int, environment: dict[str
         OutputExists, WriteError: the folder of the grid cannot be written.
         Interrupted: a signal has come; what ran has been ended, and goes on when the grid is run again.
     """
-    make = shutil.which("gmake") or shutil.which("make")
+    make = shutil.which("make")
     if make is None:
         hint = "install make, or run the lines with Snakemake: bnncli grid FILE --snakefile"
         raise DeviceError("grid runs its lines with make, which is not installed", hint=hint, code="no_make")
