@@ -53,9 +53,8 @@ def _take_device() -> None:
     while names:
         folder.mkdir(mode=0o700, exist_ok=True)
         for name in names:
-            descriptor = os.open(
-                folder / re.sub(r"\W", "-", name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            )
+            path = folder / re.sub(r"\W", "-", name)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -358,11 +358,8 @@ MAX_JOBS = 10_000
 MAX_NAME = 100  # letters, as of an artifact's
 _RESUME = "resume"
 _OPTION_FIRST = re.compile("\0([a-z0-9_]+)\0: ")  # of a refusal that is of one option
-_COMES_LAST = (
-    "evaluate",
-    "compare",
-    "report",
-)  # these read predictions, and draws that they find: what is there must not be chance
+# These read predictions, and draws that they find: what is there must not be chance.
+_COMES_LAST = ("evaluate", "compare", "report")
 
 
 @dataclass(frozen=True)
@@ -465,9 +462,7 @@ def plan_jobs(grid: GridFile) -> list[Job]:
             own: list[Job] = []
             for axes, chosen, parts in _branches(step, earlier.jobs):
                 if len(jobs) + len(own) == MAX_JOBS:
-                    raise ConfigError(
-                        f"{grid.path}: expected at most {MAX_JOBS:,} lines; this grid has more", path=grid.path
-                    )
+                    raise grid.fault(str(grid.path), f"expected at most {MAX_JOBS:,} lines; this grid has more")
                 own.append(earlier.job(len(jobs) + len(own), step, axes, chosen=chosen, parts=parts))
             if not own:
                 raise grid.fault(step.where, "no lines: the steps that it refers to have no values in common")

@@ -248,6 +248,7 @@ WRONG = {
     "after a number": (FIT + "after = 3\n", r"after: expected names of steps; got 3"),
     "one plot": (FIT + "structure = ['full', 'kron']\nplot = 'a/s.png'\n", r":5: .* plot: several lines would write a/s.png: put {job} into the name, such as a/s-{job}.png"),
     "one file by two names": (FIT + "plot = 'x.png'\n" + "[[step]]\ncommand = 'sbc'\nplot = './y/../x.png'\n", r"plot: several lines would write y/../x.png"),
+    "a line break": (FIT + 'plot = "a\\nb.png"\n', r":2: step 1 \(fit-laplace\): expected values without line breaks"),
     "one result": (FIT + "name = 'a-b'\nstructure = ['kron', 'diag']\n" + FIT + "name = 'a'\nprior-precision = [1, 2]\n[[step]]\ncommand = 'hmc'\nname = 'a-b-kron'\n", r"step 3 \(hmc\): step a-b also creates 'a-b-kron': rename one of them"),
     "one name of two values": (FIT + "trust-code = true\nlayers = ['a.b*', 'a/b*']\n", r"step 1 \(fit-laplace\): two of its lines create 'laplace-layersa-b'"),
     "refused before others": (PREDICT + "layers = ['last', '+']\nsamples = 3\n", r":5: step 1 \(predict\) layers: expected last, all or patterns"),
