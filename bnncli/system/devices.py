@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bnncli.errors import DeviceError, Interrupted, UsageError
+from bnncli.errors import DeviceError, UsageError
 from bnncli.lazy import torch
 from bnncli.names import printable
-from bnncli.system.workers import STOPS
 
 _ONE_AT_A_TIME = threading.RLock()
 DEVICE_FILES = Path("/dev")
@@ -48,6 +47,8 @@ def _take_device() -> None:
     Raises:
         Interrupted: a signal has come while it waited for one.
     """
+    from bnncli.system.signals import raise_if_received  # which imports this module
+
     names = [name.strip() for name in os.environ.pop(GPU_POOL, "").split(",") if name.strip()]
     folder = Path(tempfile.gettempdir(), f"bnncli-gpus-{os.getuid()}")
     while names:
@@ -62,8 +63,7 @@ def _take_device() -> None:
                 continue
             os.environ[VISIBLE] = "" if name == CPU else name
             return
-        if STOPS:
-            raise Interrupted(STOPS[0], "interrupted while waiting for a GPU")
+        raise_if_received("the wait for a GPU")
         time.sleep(_POLL)
 
 
