@@ -1,4 +1,4 @@
-"""auto: from features to a recommended posterior in one command.
+"""auto: from features, or a checkpoint and data, to a recommended posterior in one command.
 
 The steps are temperature, ensemble, stack, laplace and refine. Each runs a command as a user would type it; the val split decides which posterior
 and integrator to recommend."""
@@ -20,11 +20,14 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.resume import state_path
 from bnncli.commands.diagnose import DiagnoseOptions
+from bnncli.commands.evaluate import EvaluateOptions
+from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.commands.fit_ensemble import TEMPERATURE, FitEnsembleOptions, open_member, read_theta
 from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.commands.fit_temperature import FitTemperatureOptions
 from bnncli.commands.hmc import HmcOptions
 from bnncli.commands.refine import RefineOptions
+from bnncli.commands.report import ReportOptions
 from bnncli.commands.stack import FEWEST_ROWS, StackOptions, estimate_seconds
 from bnncli.errors import (
     BnnError,
@@ -60,8 +63,10 @@ from bnncli.evaluation.scores import detection_forms
 from bnncli.integrators import supports
 from bnncli.lazy import no_grad, torch
 from bnncli.names import percent
+from bnncli.options import shared
 from bnncli.options.command import COMPUTE, Command, CommandLine, InputOptions, NameOptions, accept_poor_network_option
 from bnncli.options.declaration import CheckedOptions, option, parse_positive
+from bnncli.options.predict import PredictOptions
 from bnncli.options.shared import INHERIT, trust_code_option
 from bnncli.parameters.module import STATE
 from bnncli.session import revisions as _revisions
@@ -107,14 +112,44 @@ class AutoOptions(CheckedOptions):
         choices=("nll-keep-accuracy", "nll"),
     )
     full: bool = option(False, "Try all methods, even when a simpler posterior already fits well.")
+    report: bool = option(
+        False, "Also predict with the recommended posterior, evaluate, and write report.html.", numeric=False
+    )
+    model: str | None = option(
+        None, "Extract features first, with this network, as in extract-features.", metavar="MODEL", group="Network"
+    )
+    from_npz: str | None = option(
+        None,
+        "Extract features first, from arrays of your own, as in extract-features.",
+        metavar="FILE",
+        group="Features",
+    )
+    model_arg: list[str] = shared.model_arg()
+    data: list[str] = shared.data()
+    ood: list[str] = option(
+        [], "Out-of-distribution split, as in extract-features.", metavar="SPLIT=SPEC", group="Data"
+    )
+    hold_out: list[str] = shared.hold_out()
+    mean: str | None = shared.mean()
+    std: str | None = shared.std()
+    resize: int | None = shared.resize()
+    crop: int | None = shared.crop()
     accept_poor_network: bool = accept_poor_network_option()
     trust_code: bool = trust_code_option(is_recorded=False, also=" and for an ensemble")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.budget_seconds
+        _ = self.budget_seconds, self.extraction
         if self.prior_precision not in ("auto", "val", "marglik"):
             parse_positive(self.prior_precision, "\0prior_precision\0", "auto, val, marglik or a positive number")
+
+    @property
+    def extraction(self) -> ExtractFeaturesOptions | None:
+        """Return the options of extract-features; None without a network or arrays. Raises UsageError as its own do."""
+        given = {name: getattr(self, name) for name in _EXTRACTION if getattr(self, name)}
+        if given and self.model is None and self.from_npz is None:
+            raise UsageError(f"\0{next(iter(given))}\0 needs \0model\0 or \0from_npz\0")
+        return ExtractFeaturesOptions(**given) if given else None
 
     @property
     def budget_seconds(self) -> float | None:
@@ -127,6 +162,8 @@ class AutoOptions(CheckedOptions):
         return float(found[1]) * _SECONDS[found[2]]
 
 
+# options that are those of extract-features
+_EXTRACTION = ("model", "from_npz", "model_arg", "data", "ood", "hold_out", "mean", "std", "resize", "crop")
 _NUMBER = re.compile(r"(\d+)")
 _TIME = re.compile(
     r"(epoch|step|iter|iteration)s?[^a-z]*$", re.IGNORECASE
@@ -138,11 +175,16 @@ _FOR_FITS = 0.95  # of the budget; the rest is for finishing, judging and writin
 COMMAND = Command(
     "Try methods from cheap to costly and recommend one.",
     "Fits a temperature, an ensemble (of sibling checkpoints), a stack of last layers and a Gaussian, then a "
-    "flow and hmc if the simpler posterior does not fit well. Compares all of them on val. Recommends the "
+    "flow and hmc if the simpler posterior does not fit well. Compares all of them on val, and recommends the "
     "simplest one that significantly lowers the NLL without losing accuracy, else a stack that lowers it, else "
-    "the network. Writes recommended.json, which predict uses by default.",
+    "the network. Writes recommended.json, which predict uses by default. With --model and --data, extracts the "
+    "features first.",
     (AutoOptions, InputOptions, *COMPUTE),
-    ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),
+    (
+        "bnncli auto ckpt.pt",
+        "bnncli auto ckpt.pt --budget 5m",
+        "bnncli auto ckpt.pt --model net.py:make --data train=npz:train.npz --data test=npz:test.npz --hold-out val=test:2000 --report",
+    ),
     section="Start",
     place=50,
 )
@@ -158,6 +200,8 @@ def execute(run: Run, options: AutoOptions) -> Result:
             "auto has no --dry-run, because each step depends on earlier results; use --dry-run with "
             "fit-laplace, refine or hmc"
         )
+    if options.extraction is not None:
+        _run_whole(run, "extract-features", options.extraction)
     train = load_split(run, "train").check_labeled()
     if not has_labeled_val(run):
         raise MissingInput(
@@ -239,6 +283,27 @@ def execute(run: Run, options: AutoOptions) -> Result:
     ensemble = next((rung.posterior for rung in rungs if rung.name == ENSEMBLE and rung.source is not None), None)
     if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
         result.summary.append(_describe_ensemble_cost(run, ensemble, rows))
+    if options.report:
+        for command, chosen in (
+            ("predict", PredictOptions(trust_code=options.trust_code)),
+            ("evaluate", EvaluateOptions()),
+            ("report", ReportOptions(trust_code=options.trust_code)),
+        ):
+            made = _run_whole(run, command, chosen)
+        result.outputs += made.outputs
+        result.lines.append(f"report: {made.outputs[0]['path']}")
+    return result
+
+
+def _run_whole(run: Run, command: str, options: CheckedOptions) -> Result:
+    """Run a command as a user would type it."""
+    step = _derive_run(run, command, options, force=run.write.force)
+    if command == "report":  # which takes several checkpoints
+        step = replace(step, arguments={"ckpt": [run.arguments["ckpt"]]})
+    run.console.info("$ " + step.line.pasted())
+    result: Result = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}").execute(step, options)
+    for text in result.summary:
+        run.console.info("  " + text)
     return result
 
 

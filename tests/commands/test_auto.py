@@ -63,6 +63,21 @@ def recommended(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.long
+def test_one_command_goes_from_a_checkpoint_to_a_report(cli: Cli, tmp_path: Path) -> None:
+    cli("demo", "--files-only", "--dir", tmp_path).expect(0)
+    words = [
+        "auto", tmp_path / "lenet5-fmnist.pt", "--model", "lenet5", "--data", f"train=npz:{tmp_path}/train.npz@2000",
+        "--data", f"test=npz:{tmp_path}/test.npz@600", "--hold-out", "val=test:300", "--report", "--json",
+    ]  # fmt: skip
+    found = cli(*words).expect(0).json
+    assert [output["role"] for output in found["outputs"]] == ["recommended", "report"]
+    assert "Verdict" in Path(found["outputs"][1]["path"]).read_text()
+    assert {"test", "val", "train"} <= set(bnncli.open(words[1]).splits)
+    again = cli(*words).expect(0).json
+    assert (again["action"], again["rows"]) == ("up_to_date", found["rows"])
+
+
 def test_good_gaussian_ends_the_ladder_and_is_predicted_with(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", separable(2000, 4, scale=6.0))
     found = auto(cli, run)

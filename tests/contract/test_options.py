@@ -49,6 +49,11 @@ BESIDE = {
     "predict keep-features": ["--data", "new=npz:x", "--table", "t.csv"],
     "predict follow": ["--table", "t.csv"],
     "predict idle": ["--follow", "d", "--table", "t.csv"],
+    "auto model": ["--data", "train=npz:f"],
+    **dict.fromkeys(
+        (f"auto {name}" for name in ("data", "ood", "hold-out", "model-arg", "mean", "std", "resize", "crop")),
+        ["--model", "mlp", "--data", "train=npz:f"],
+    ),
     "extract-features autocast": ["--model", "mlp", "--data", "train=npz:f"],
     "extract-features classes": ["--model", "mlp", "--data", "train=npz:f"],
     "fit-laplace trust-code": ["--layers", "all"],

@@ -46,6 +46,7 @@ COMPANIONS = {
         {"layers": "all", "structure": "low-rank"},
         {"layers": "all", "structure": "subnetwork"},
     ),
+    "auto": ({"model": "lenet5", "data": "a=npz:x"},),
     "extract-features": ({"model": "lenet5", "data": "a=npz:x"}, {"from_npz": "x"}),
     "hmc": ({"layers": "all"},),
     **dict.fromkeys(("fit-sghmc", "fit-swag"), ({"layers": "all"},)),
