@@ -212,8 +212,8 @@ def publish_bytes(target: Path, content: bytes, *, may_replace: bool, poll: bool
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Reserve `size` bytes on disk, so that a full disk is detected before the first write."""
-    if size == 0:
+    """Reserve `size` bytes on disk, so that a full disk is detected before the first write, if the system can."""
+    if size == 0 or not hasattr(os, "posix_fallocate"):  # macOS
         return
     try:
         os.posix_fallocate(descriptor, 0, size)

@@ -20,7 +20,7 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
-from bnncli.artifacts.atomic import publish, publish_bytes
+from bnncli.artifacts.atomic import publish, publish_bytes, reserve
 from bnncli.artifacts.headers import SCHEMA, Header, check_header, check_is_file, parse_json
 from bnncli.artifacts.known_files import (
     State,
@@ -247,7 +247,7 @@ def _write_allocated(path: Path, arrays: Mapping[str, Array], fill: Callable[[h5
             space, kind = h5py.h5s.create_simple(array.shape), h5py.h5t.py_create(array.dtype, logical=True)
             h5py.h5d.create(group.id, os.path.basename(name).encode(), kind, space, dcpl=properties)
     with open(path, "r+b") as stream:
-        os.posix_fallocate(stream.fileno(), 0, os.fstat(stream.fileno()).st_size + (1 << 20))
+        reserve(stream.fileno(), os.fstat(stream.fileno()).st_size + (1 << 20))
     with h5py.File(path, "r+") as file:
         for name, array in arrays.items():
             rows = max(1, BLOCK_BYTES // max(1, array[:1].nbytes))

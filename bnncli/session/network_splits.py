@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from bnncli.session.inputs import PREDICTION_BYTES, RESIDENT_SHARE, Split, load_
 from bnncli.session.network import RecordedNetwork, network_header, open_recorded
 from bnncli.session.run import Run
 from bnncli.session.splits import shift_of
-from bnncli.system.devices import available_memory
+from bnncli.system.devices import available_memory, count_cores
 from bnncli.system.memory import give_back_freed, require
 from bnncli.targets.network import NetworkTarget
 
@@ -234,7 +233,7 @@ def _join_batches(parts: list[Tensor], names: list[str], module: nn.Module) -> T
 def _workers(split: InputSplit) -> int:
     """Return the number of loader processes; only images are slow enough to read to need them."""
     is_much = split.items == "images" and len(split) > BATCH
-    return min(_MOST_WORKERS, len(os.sched_getaffinity(0))) if is_much else 0
+    return min(_MOST_WORKERS, count_cores()) if is_much else 0
 
 
 def network_sources(splits: Iterable[Split]) -> list[Source]:

@@ -50,10 +50,10 @@ BESIDE = {
     "predict follow": ["--table", "t.csv"],
     "predict idle": ["--follow", "d", "--table", "t.csv"],
     "auto model": ["--data", "train=npz:f"],
-    **dict.fromkeys(
-        (f"auto {name}" for name in ("data", "ood", "hold-out", "model-arg", "mean", "std", "resize", "crop")),
-        ["--model", "mlp", "--data", "train=npz:f"],
-    ),
+    **{
+        f"auto {name}": ["--model", "mlp", "--data", "train=npz:f"]
+        for name in ("data", "ood", "hold-out", "model-arg", "mean", "std", "resize", "crop")
+    },
     "extract-features autocast": ["--model", "mlp", "--data", "train=npz:f"],
     "extract-features classes": ["--model", "mlp", "--data", "train=npz:f"],
     "fit-laplace trust-code": ["--layers", "all"],
