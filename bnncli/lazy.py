@@ -19,6 +19,7 @@ from bnncli.errors import MORE_ADDRESSES, DeviceError
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pyarrow
     import torch as torch
     from scipy import sparse as sparse
     from scipy import special as special
@@ -54,7 +55,7 @@ else:
             self.__dict__ = module.__dict__
             return getattr(module, attribute)
 
-    np, torch, special, sparse = map(_Later, ("numpy", "torch", "scipy.special", "scipy.sparse"))
+    np, pyarrow, torch, special, sparse = map(_Later, ("numpy", "pyarrow", "torch", "scipy.special", "scipy.sparse"))
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -11,17 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bnncli.data.arrays import npz_shapes, read_npz
-from bnncli.data.arrow_files import BlockTable, ParquetBlocks
-from bnncli.data.delimited import UTF16_MARKS, DelimitedTable, utf16_error
 from bnncli.data.labels import check_labels
+from bnncli.data.table_files import LIST, REAL, TEXT, UTF16_MARKS, WHOLE, DelimitedBlocks, ParquetBlocks, Table
 from bnncli.data.tables import (
     LABEL_NAMES,
-    LIST,
-    REAL,
-    TEXT,
-    WHOLE,
     Labels,
-    NumberTable,
     check_cells,
     check_points,
     convert_labels,
@@ -391,7 +385,7 @@ def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[st
     else:
         table = _table(path, magic)
         names = find_labels(list(table.columns), named, where, is_alone=True)
-        labels = _read_label_columns(table, names, table.values(names)[1], classes, where, unordered)
+        labels = _read_label_columns(table, names, table.values(names), classes, where, unordered)
     if labels is None:
         raise DataError(f"{where}: no row has a label", code="bad_labels", path=path)
     return labels
@@ -412,7 +406,7 @@ def read_texts(path: Path, column: str) -> list[str]:
         return [str(value) for value in array.tolist()]
     table = _table(path, magic)
     (name,) = find_labels(list(table.columns), {LABEL: column}, where)
-    return ["" if value is None else str(value) for value in table.values([name])[1][0]]
+    return ["" if value is None else str(value) for value in table.values([name])[0]]
 
 
 def read_magic(path: Path) -> bytes:
@@ -424,19 +418,16 @@ def read_magic(path: Path) -> bytes:
     return found
 
 
-def _table(path: Path, magic: bytes) -> NumberTable:
+def _table(path: Path, magic: bytes) -> Table:
     if magic.startswith(_PARQUET_MAGIC):
-        asked = f"{quote_name(path, limit=300)}: a Parquet file"
-        return BlockTable(path, [path], ParquetBlocks, "parquet", asked=asked)
-    if magic.startswith(UTF16_MARKS):
-        raise utf16_error(path)
-    if b"\0" in magic and not magic.startswith(_GZIP_MAGIC):
+        return Table(path, [path], ParquetBlocks, "parquet")
+    if b"\0" in magic and not magic.startswith((_GZIP_MAGIC, *UTF16_MARKS)):
         raise DataError(
             f"{quote_name(path, limit=300)} has an unknown format; expected npz, npy, csv, Parquet or a prediction "
                 "file written by bnncli", path=path,
             hint="save the predictions with np.savez(FILE, probs=..., label=...)", code="wrong_kind",
         )  # fmt: skip
-    return DelimitedTable(path, delimiter=",")
+    return Table(path, [path], DelimitedBlocks, "csv")
 
 
 def _read_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
@@ -473,9 +464,7 @@ def _read_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, h
     return FilePredictions(path, name, values, chosen.holds, classes, own, mutual_info, note=note)
 
 
-def _read_table(
-    table: NumberTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool
-) -> FilePredictions:
+def _read_table(table: Table, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
     where = quote_name(table.path, limit=300)
     if not named.keys() - {LABEL}:
         check_points(table, where)
@@ -489,13 +478,13 @@ def _read_table(
         of_each = [f"label_{name}" for name in chosen.classes]
         label_names = tuple(of_each) if set(of_each) <= table.columns.keys() else ()
     further = [name for name in table.columns if name == _MUTUAL_INFO and name not in chosen.names]
-    num_rows, raw = table.values([*label_names, *further])
-    if num_rows == 0:
+    raw = table.values([*label_names, *further])
+    if len(table) == 0:
         raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
-    values = read_numbers(table, chosen.names, num_rows, where)
+    values = read_numbers(table, chosen.names, where)
     if chosen.others:
         _check_agreement(
-            values, read_numbers(table, chosen.others, num_rows, where), (chosen.names[0], chosen.others[0]), table.path
+            values, read_numbers(table, chosen.others, where), (chosen.names[0], chosen.others[0]), table.path
         )
     unordered = () if chosen.is_ordered else chosen.names
     own = raw[: len(label_names)]
@@ -543,12 +532,12 @@ def _check_agreement(probs: np.ndarray, logits: np.ndarray, names: tuple[str, st
         )  # fmt: skip
 
 
-def _check_one_origin(table: NumberTable, where: str) -> None:
+def _check_one_origin(table: Table, where: str) -> None:
     """Raise DataError for a table of `predict` with several predictions per example."""
     names = [name for name in ("split", "posterior", "variant") if name in table.columns]
     if len(names) < 3:
         return
-    origins = sorted(set(zip(*table.values(names)[1], strict=True)))
+    origins = sorted(set(zip(*table.values(names), strict=True)))
     if len(origins) > 1:
         shown = ", ".join(" ".join(map(str, one)) for one in origins[:4])
         raise DataError(
@@ -558,7 +547,7 @@ def _check_one_origin(table: NumberTable, where: str) -> None:
 
 
 def _read_label_columns(
-    table: NumberTable,
+    table: Table,
     names: Sequence[str],
     values: Sequence[Sequence[Any]],
     classes: tuple[str, ...] | None,

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 from problems.command_line import Cli
 from problems.label_sets import label_arrays
+from pyarrow import parquet
 
 from bnncli.errors import WriteError
 from bnncli.figures import predictions as reliability
@@ -93,8 +95,6 @@ def test_score_equals_evaluate(cli: Cli, small_run: Path, option: tuple[object, 
 
 
 def test_file_kinds_give_the_same_scores(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     named = {f"p_{name}": [repr(value) for value in probs[:, k].tolist()] for k, name in enumerate(CLASSES)}
     write_csv("p.csv", {**named, "label": [CLASSES[k] for k in labels]})
     Path("p.csv.gz").write_bytes(gzip.compress(Path("p.csv").read_bytes()))
@@ -286,23 +286,6 @@ def test_probabilities_that_are_taken_for_logits_are_warned_of(cli: Cli, folder:
     assert said not in cli("score", "called.npz", "--logits", *QUICK).stderr
 
 
-@pytest.mark.parametrize(
-    "words", [("p.parquet",), ("p.npz", "--ood", "far=p.parquet"), ("p.npz", "--labels", "p.parquet")]
-)
-def test_parquet_without_its_library_is_told_by_the_file(
-    cli: Cli, folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("p.parquet").write_bytes(b"PAR1" + bytes(20) + b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    done = cli("score", *words, *QUICK)
-    lines = done.stderr.splitlines()
-    assert done.code == 2
-    assert lines == [
-        "error: 'p.parquet': a Parquet file needs pyarrow, which is not installed",
-        "hint: pip install 'bnncli[parquet]'",
-    ]
-
-
 @pytest.mark.nightly
 def test_probabilities_are_scored_without_torch(folder: Path) -> None:
     words = [sys.executable, "-X", "importtime", "-m", "bnncli", "score", "p.npz", *QUICK]
@@ -359,12 +342,11 @@ def test_number_labels_need_ordered_columns(cli: Cli, folder: Path, probs: np.nd
 
 
 def test_numbers_with_class_names_are_classes(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     features = {"label": {"names": list(CLASSES), "_type": "ClassLabel"}}
     said = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
     columns = {f"p_{CLASSES[k]}": probs[:, k] for k in (2, 0, 1)}
     table = pyarrow.table({**columns, "label": labels}).replace_schema_metadata(said)
-    pytest.importorskip("pyarrow.parquet").write_table(table, "named.parquet")
+    parquet.write_table(table, "named.parquet")
     found, expected = (values_of(cli, file, "--metric", "nll") for file in ("named.parquet", "p.npz"))
     assert same(found, expected)
 

@@ -429,8 +429,6 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_files_that_are_no_predictions(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    if "parquet" in case:
-        pytest.importorskip("pyarrow")
     write, column, code, said = FILES[case]
     monkeypatch.chdir(tmp_path)
     write(Path("p.npz"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import shlex
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from problems.command_line import Cli
+from pyarrow import parquet
 
 from bnncli.cli.commands import own_commands
 from bnncli.cli.execute import run_command_line
@@ -31,11 +32,7 @@ MADE = (
     "extract-features net.pt --model net.py:make --data train=npz:data.npz --data test=npz:data.npz@40 --hold-out val=test:9",
     "extract-features flat --model flatten --data train=npz:data.npz --ood far=npz:data.npz@40 --hold-out val=train:9",
     "extract-features table --model flatten --data train=csv:table.csv:x=a+b --data test=jsonl:table.jsonl:x=a+b",
-    *(
-        ("extract-features rows --model flatten --data train=parquet:rows.parquet:x=a+b",)
-        if importlib.util.find_spec("pyarrow")
-        else ()
-    ),
+    "extract-features rows --model flatten --data train=parquet:rows.parquet:x=a+b",
     "extract-features ready --from-npz features.npz --ood far --hold-out some=test:9",
     "train new.safetensors --model net.py:make --data train=npz:data.npz --epochs 1",
     "fit-laplace small --prior-precision 10",
@@ -144,10 +141,8 @@ def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     np.savez(folder / "data.npz", x=rng.random((60, 1, 2, 2), dtype=np.float32), y=rng.integers(3, size=60))
     (folder / "table.csv").write_text("a,b,label\n" + "1,2.5,0\n3,4,1\n" * 5)
     (folder / "table.jsonl").write_text('{"a": 1, "b": 2.5, "label": 0}\n' * 5)
-    if importlib.util.find_spec("pyarrow"):
-        columns = {"a": [1.0, 3.0], "b": [2.5, 4.0], "label": [0, 1]}
-        parquet = importlib.import_module("pyarrow.parquet")
-        parquet.write_table(importlib.import_module("pyarrow").table(columns), folder / "rows.parquet")
+    columns = {"a": [1.0, 3.0], "b": [2.5, 4.0], "label": [0, 1]}
+    parquet.write_table(pyarrow.table(columns), folder / "rows.parquet")
     (folder / "net.py").write_text(NETWORK)
     shapes = {"1.weight": (3, 4), "1.bias": (3,), "3.weight": (3, 3), "3.bias": (3,)}
     for file in ("net.pt", "more.pt"):

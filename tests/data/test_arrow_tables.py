@@ -5,27 +5,24 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 from problems.transforms import Halved, WordLengths
+from pyarrow import parquet as pq
 
-from bnncli.data.arrow_files import BlockTable, ParquetBlocks, feature_class_names
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit, load_split
+from bnncli.data.table_files import ParquetBlocks, Table, feature_class_names
 from bnncli.data.tables import indicator_matrix, read_numbers
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries]
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 NUM_ROWS = 50
 TEXTS = [f"text {row}" * (row % 3 + 1) for row in range(NUM_ROWS)]
@@ -342,22 +339,6 @@ def test_damage_within_a_file_is_told_by_a_worker_too(tmp_path: Path) -> None:
         list(split.batches(5, num_workers=1))
 
 
-def test_a_missing_library_is_told_with_what_installs_it(tmp_path: Path) -> None:
-    spec = one_parquet_file(tmp_path)
-    code = f"""
-import sys
-sys.modules["pyarrow"] = None
-from bnncli.data.splits import load_split
-from bnncli.errors import UsageError
-try:
-    load_split({spec!r})
-except UsageError as error:
-    print(error.message, error.hint, sep="|")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "\0data\0 parquet needs pyarrow, which is not installed|pip install 'bnncli[parquet]'\n", done
-
-
 @pytest.mark.nightly
 def test_folders_of_the_library_itself_are_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
@@ -381,18 +362,20 @@ def test_folders_of_the_library_itself_are_read(tmp_path: Path) -> None:
 
 
 PLAIN = {
-    "doubles": [[1.5, -0.0, 5e-324], [float("nan"), 1e308, 0.1]],
+    "doubles": [[1.5, -0.0, 5e-324], [0.25, 1e308, 0.1]],
     "floats": [pa.array([0.1, 2, 3], pa.float32()), pa.array([1, -2, 127], pa.int8())],
+    "half floats": [pa.array(np.array([0.1, 2, 3], np.float16))],
+    "truth values": [[True, False, True], [0.5, 0.5, 0.5]],
+    "texts": [["0.5", "1e3", "-7"]],
+}
+OTHER: dict[str, list[Any]] = {
+    "NaN": [[float("nan"), 1e308, 0.1]],
     "large whole numbers": [pa.array([2**64 - 1, 2**53 + 1, 0], pa.uint64()), pa.array([-(2**63), 2**53 + 3, 7])],
     "lists": [[[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]]],
     "lists of a size": [pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2))],
     "large lists": [pa.array([[1, 2], [3, 4], [5, 6]], pa.large_list(pa.int64()))],
-}
-OTHER: dict[str, list[Any]] = {
     "missing": [[0.5, None, 1.0], [1.0, 2.0, 3.0]],
-    "truth values": [[True, False, True], [0.5, 0.5, 0.5]],
-    "texts": [["0.5", " 1e3", "1_0"]],
-    "half floats": [pa.array(np.array([0.1, 2, 3], np.float16))],
+    "other texts": [["0.5", " 1e3", "1_0"]],
     "a missing number in a list": [[[0.25, None], [0.5, 0.5], [1.0, 0.0]]],
 }
 
@@ -401,11 +384,11 @@ OTHER: dict[str, list[Any]] = {
 def test_numbers_at_once_are_those_of_single_rows(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {f"c{k}": values for k, values in enumerate((PLAIN | OTHER)[case])}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
-    found = BlockTable(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
+    found = Table(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
     assert (found.numbers(list(columns)) is not None) == (case in PLAIN)
-    fast = read_numbers(found, list(columns), 3, "here")
+    fast = read_numbers(found, list(columns), "here")
     monkeypatch.setattr(found, "numbers", lambda names: None)
-    slow = read_numbers(found, list(columns), 3, "here")
+    slow = read_numbers(found, list(columns), "here")
     assert fast.shape == slow.shape
     assert np.array_equal(fast, slow, equal_nan=True)
     assert np.array_equal(np.signbit(fast), np.signbit(slow))
@@ -418,9 +401,9 @@ def test_lists_of_several_lengths_and_other_cells_are_told_with_their_row(tmp_pa
     }
     for message, values in cases.items():
         pq.write_table(pa.table({"c": values}), tmp_path / "a.parquet")
-        found = BlockTable(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
+        found = Table(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
         with pytest.raises(DataError, match=f"here: {message}"):
-            read_numbers(found, ["c"], 3, "here")
+            read_numbers(found, ["c"], "here")
 
 
 def test_values_are_those_of_the_library(tmp_path: Path) -> None:
@@ -428,6 +411,6 @@ def test_values_are_those_of_the_library(tmp_path: Path) -> None:
         "a": [1, None, 3], "b": [0.5, 1.5, None], "c": ["x", None, "é"], "d": [True, False, None], "e": [1, 2, 3],
     }  # fmt: skip
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
-    found = BlockTable(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet").values(list(columns))
-    assert found == (3, list(columns.values()))
-    assert [type(value) for value in found[1][4]] == [int] * 3
+    found = Table(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet").values(list(columns))
+    assert found == list(columns.values())
+    assert [type(value) for value in found[4]] == [int] * 3

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from problems import hf_folders
 from problems.optional_libraries import library
+from pyarrow import parquet as pq
 
 from bnncli.data.labels import match_classes
 from bnncli.data.pixels import Preprocess
@@ -24,8 +26,6 @@ from bnncli.models.head import run_network
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries, pytest.mark.long]
 transformers = library("transformers")
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 TEXTS = ['the film is "good"', "a bad,\nbad plot", "the plot is a film " * 4, "", "good\tfilm", "'bad'"]
 PAIRS = [(text, text[::-1]) for text in TEXTS]

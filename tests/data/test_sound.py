@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from problems.sounds import clip, clips, encoded, write_clips
+from pyarrow import parquet as pq
 
 from bnncli.data import sound
 from bnncli.data.pixels import Preprocess
@@ -172,7 +174,6 @@ def test_every_kind_gives_the_same_clips(tmp_path: Path) -> None:
 
 
 def test_a_column_of_encoded_clips_is_read(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [{"bytes": encoded(samples), "path": "no-such.wav"} for samples in clips()[:3]]
     pq.write_table(pa.table({"audio": rows, "label": [0, 1, 2]}), tmp_path / "a.parquet")
     for found, samples in zip(rows_of(f"parquet:{tmp_path / 'a.parquet'}"), clips(), strict=False):
@@ -181,6 +182,8 @@ def test_a_column_of_encoded_clips_is_read(tmp_path: Path) -> None:
 
 CODE = """
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet as pq
 class Data:
     def __len__(self):
         return 3

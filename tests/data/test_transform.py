@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
 from problems.command_line import Cli
 from problems.transforms import Halved, WordLengths
+from pyarrow import parquet as pq
 
 from bnncli.data.pixels import Augmentation, ImageCounts, Preprocess
 from bnncli.data.shift import Shift
@@ -34,6 +36,8 @@ IDS = [[1, 2, 3, 0], [4, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [3, 3, 5, 4]]
 
 DATASETS = f"""
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet as pq
 from PIL import Image
 TEXTS = {TEXTS!r}
 def texts(): return [(text, row % 2) for row, text in enumerate(TEXTS)]
@@ -380,7 +384,6 @@ def write_csv(folder: Path, files: Iterable[bytes]) -> str:
 
 
 def write_parquet(folder: Path, files: Iterable[bytes]) -> str:
-    pa, pq = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     pq.write_table(pa.table({"image": [*files]}), folder / "a.parquet")
     return f"parquet:{folder}/a.parquet"
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bnncli.data.arrow_files import ArrowBlocks, BlockTable, feature_class_names
 from bnncli.data.pixels import Preprocess
+from bnncli.data.table_files import ArrowBlocks, Table, feature_class_names
 from bnncli.data.tables import TableDataset, split_columns, table_dataset
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.names import format_names, quote_name
@@ -43,23 +43,15 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
     Raises:
         MissingInput: there is no such folder.
         DataError: it is not a dataset folder, a file is damaged, a column is missing, or labels break a rule.
-        UsageError: it has several splits and none is named, the roles of columns are ambiguous, or pyarrow is not
-            installed.
+        UsageError: it has several splits and none is named, or the roles of columns are ambiguous.
     """
     text, named = split_columns(place, _SPELLED)
     folder, split = _split_place(text)
     if not folder.is_dir():
         raise MissingInput(f"no folder {quote_name(folder, limit=300)}", path=folder)
     home, found, info = _find_split(folder, split)
-    return table_dataset(_SavedTable(home, found, info), named, preprocess, spelled=_SPELLED)
-
-
-class _SavedTable(BlockTable):
-    """Arrow files, with the class names stored beside them."""
-
-    def __init__(self, folder: Path, files: list[Path], info: Mapping[str, Any]) -> None:
-        super().__init__(folder, files, ArrowBlocks, _SPELLED)
-        self.class_names = {**self.class_names, **feature_class_names(info.get("features"))}
+    table = Table(home, found, ArrowBlocks, _SPELLED, feature_class_names(info.get("features")))
+    return table_dataset(table, named, preprocess, spelled=_SPELLED)
 
 
 def _split_place(text: str) -> tuple[Path, str | None]:

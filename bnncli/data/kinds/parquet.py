@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from bnncli.data.arrow_files import BlockTable, ParquetBlocks, files_of
-from bnncli.data.pixels import Preprocess
-from bnncli.data.tables import TableDataset, split_columns, table_dataset
+from bnncli.data.table_files import ParquetBlocks
+from bnncli.data.tables import TableKind
 from bnncli.options.declaration import Form
 
 FORM = Form("parquet:FILE-or-DIR[:text=COL,label=COL]", 14, "Parquet tables.")
 
-_SUFFIXES = (".parquet", ".pq")
-
-
-def exists(place: str) -> bool:
-    """Return whether the text as it stands is a file or folder."""
-    return Path(place).expanduser().exists()
-
-
-def files(place: str) -> list[Path]:
-    """Return all files that it is read from."""
-    return files_of(split_columns(place, "parquet")[0], _SUFFIXES, "parquet")[1]
-
-
-def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
-    """Open texts, images or numbers, and labels, from named or inferred columns.
-
-    Raises:
-        MissingInput: there is no such file or folder.
-        DataError: there are no files, one is damaged, a column is missing, or labels break a rule.
-        UsageError: the roles of columns are ambiguous, or pyarrow is not installed.
-    """
-    text, named = split_columns(place, "parquet")
-    path, found = files_of(text, _SUFFIXES, "parquet")
-    return table_dataset(BlockTable(path, found, ParquetBlocks, "parquet"), named, preprocess, spelled="parquet")
+_KIND = TableKind("parquet", ParquetBlocks, (".parquet", ".pq"))
+exists, files, open_dataset = _KIND.exists, _KIND.files, _KIND.open_dataset

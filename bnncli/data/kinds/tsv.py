@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
-from bnncli.data.delimited import DelimitedTable
-from bnncli.data.pixels import Preprocess
-from bnncli.data.tables import TableDataset, split_columns, table_dataset
+from bnncli.data.table_files import DelimitedBlocks
+from bnncli.data.tables import TableKind
 from bnncli.options.declaration import Form
 
 FORM = Form("tsv:FILE[:text=COL,label=COL]", 12, "A tab-separated table with column names; may be gzipped.")
 
-
-def exists(place: str) -> bool:
-    """Return whether the text as it stands is a file."""
-    return Path(place).expanduser().is_file()
-
-
-def files(place: str) -> list[Path]:
-    """Return all files that it is read from."""
-    return [Path(split_columns(place, "tsv")[0]).expanduser()]
-
-
-def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
-    """Open texts, images by path, or numbers, and labels, from named or inferred columns.
-
-    Raises:
-        MissingInput: there is no such file.
-        DataError: a row is damaged, a column is missing, or labels break a rule.
-        UsageError: the roles of columns are ambiguous.
-    """
-    path, named = split_columns(place, "tsv")
-    return table_dataset(DelimitedTable(Path(path).expanduser(), delimiter="\t"), named, preprocess, spelled="tsv")
+_KIND = TableKind("tsv", partial(DelimitedBlocks, delimiter="\t"))
+exists, files, open_dataset = _KIND.exists, _KIND.files, _KIND.open_dataset

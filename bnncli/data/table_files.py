@@ -1,0 +1,649 @@
+"""Tables in files, read a batch of rows at a time by pyarrow: csv, tsv, JSON lines, Parquet and Arrow.
+
+Text has no random access, so it is checked row by row and copied into a temporary Arrow file, which is memory-mapped.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import errno
+import gzip
+import hashlib
+import io
+import json
+import shlex
+import sys
+import tempfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, chain, islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+
+from bnncli.errors import DataError, DeviceError, UsageError, WriteError
+from bnncli.lazy import pyarrow
+from bnncli.names import by_number, format_names, is_split, quote_name
+from bnncli.numerics.digests import file_sha256
+from bnncli.progress import Progress
+from bnncli.system.input_files import is_failure, open_regular, read_error
+
+# What a column holds, judged by the schema, or by the first rows of text.
+TEXT, WHOLE, REAL, FILE, LIST, OTHER = (
+    "text",
+    "whole numbers",
+    "real numbers",
+    "images or sound",
+    "lists",
+    "something else",
+)
+
+_FIRST_ROWS = 100  # rows to judge what columns hold
+_ROWS_AT_ONCE = 1024
+_CELLS_AT_ONCE = 1 << 20
+
+
+class Blocks(ABC):
+    """A file of blocks of rows, each read from its start.
+
+    Attributes:
+        columns: what each holds.
+        class_names: of numeric columns, if the file states them.
+    """
+
+    columns: Mapping[str, str]
+    class_names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+    @abstractmethod
+    def sizes(self) -> list[int]:
+        """Return the number of rows in each block."""
+
+    @abstractmethod
+    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
+        """Yield the record batches of a block, with these columns, in order."""
+
+    @abstractmethod
+    def digest(self, progress: Progress) -> str:
+        """Return the digest of the content."""
+
+    def values(self, batch: Any, names: Sequence[str]) -> list[list[Any]]:
+        """Return the values of some columns of a batch, None for missing ones."""
+        return [batch.column(name).to_pylist() for name in names]
+
+
+class _StoredBlocks(Blocks):
+    """A file that has a schema."""
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        self._path = path
+        double = sorted({name for name in schema.names if schema.names.count(name) > 1})
+        if double:
+            raise DataError(f"{quote_name(path, limit=300)} has several columns named {format_names(double)}")
+        self.columns = {field.name: _classify_type(field.type) for field in schema}
+        self.class_names = _class_names_of(schema.metadata)
+
+    def digest(self, progress: Progress) -> str:
+        """Return the digest of the file."""
+        with open_regular(self._path) as stream:
+            return file_sha256(stream, progress)
+
+
+class ParquetBlocks(_StoredBlocks):
+    """The row groups of a Parquet file, which may exceed memory."""
+
+    def __init__(self, path: Path) -> None:
+        from pyarrow import parquet
+
+        self._file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        super().__init__(path, self._file.schema_arrow)
+
+    def sizes(self) -> list[int]:
+        """Return the number of rows in each row group."""
+        metadata = self._file.metadata
+        return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
+        """Yield the rows of a row group in batches."""
+        yield from self._file.iter_batches(_ROWS_AT_ONCE, row_groups=[block], columns=names, use_threads=False)
+
+
+class ArrowBlocks(_StoredBlocks):
+    """The record batches of an Arrow file or stream (as Hugging Face datasets writes), memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        with open_regular(path) as stream:
+            is_file = stream.read(6) == b"ARROW1"
+        mapped = pyarrow.memory_map(str(path))
+        reader = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+        super().__init__(path, reader.schema)
+        if is_file:
+            self._count, self._batch = reader.num_record_batches, reader.get_batch
+        else:
+            found = list(reader)  # references into the mapped file; nothing is read
+            self._count, self._batch = len(found), found.__getitem__
+
+    def sizes(self) -> list[int]:
+        """Return the number of rows in each batch."""
+        return [self._batch(block).num_rows for block in range(self._count)]
+
+    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
+        """Yield the batch."""
+        yield self._batch(block).select(names)
+
+
+class _TextBlocks(Blocks):
+    """Rows of a text file, copied into a memory-mapped temporary file."""
+
+    _batches: list[Any]
+    _sha256: str
+
+    def sizes(self) -> list[int]:
+        """Return the number of rows in each batch."""
+        return [batch.num_rows for batch in self._batches]
+
+    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
+        """Yield the batch."""
+        yield self._batches[block].select(names)
+
+    def digest(self, progress: Progress) -> str:
+        """Return the digest of the text that was read, whether gzipped or not."""
+        return self._sha256
+
+
+class DelimitedBlocks(_TextBlocks):
+    """Rows of a csv or tsv file (RFC 4180) with column names in the first line.
+
+    In a tsv file, quotation marks are ordinary characters unless it can only be read with quoted fields.
+    """
+
+    def __init__(self, path: Path, delimiter: str = ",") -> None:
+        csv.field_size_limit(sys.maxsize)  # texts, or a header read as one field, exceed the default
+        try:
+            self._read(path, delimiter, is_quoted=delimiter != "\t")
+        except DataError as error:
+            if delimiter != "\t":
+                raise
+            try:
+                self._read(path, delimiter, is_quoted=True)
+            except DataError:
+                raise error from None
+
+    def _read(self, path: Path, delimiter: str, *, is_quoted: bool) -> None:
+        with _open_lines(path) as lines:
+            lines.row = -1
+            first = next(iter(lines), "")
+            found = _find_delimiter(first, lines)
+            delimiter = delimiter if delimiter != "," else found
+            records = _records(lines, first, delimiter, is_quoted=is_quoted)
+            header = [name.strip() for name in next(records)]
+            _check_header(header, first, delimiter, lines)
+            self._batches, self._sha256 = _copy(header, records), lines.sha256.hexdigest()
+        columns = self._batches[0].slice(0, _FIRST_ROWS).columns if self._batches else [[]] * len(header)
+        self.columns = {
+            name: _classify_fields([str(value) for value in column])
+            for name, column in zip(header, columns, strict=True)
+        }
+
+
+class JsonBlocks(_TextBlocks):
+    """Objects of a file of JSON lines; empty lines are skipped. The batches hold the lines as they are."""
+
+    def __init__(self, path: Path) -> None:
+        with _open_lines(path) as lines:
+            self._batches, self._sha256 = _copy(["line"], _json_lines(lines)), lines.sha256.hexdigest()
+        self.columns = {}
+        for record in self._records(self._batches[0].slice(0, _FIRST_ROWS)) if self._batches else ():
+            for name, value in record.items():
+                if value is not None:
+                    self.columns.setdefault(name, _classify_value(value))
+        if not self.columns:
+            raise DataError(f"{lines.shown} is empty: expected one JSON object per line", path=path, code="empty_split")
+
+    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
+        """Yield the batch."""
+        yield self._batches[block]
+
+    def values(self, batch: Any, names: Sequence[str]) -> list[list[Any]]:
+        """Return the values of some columns, None for missing ones."""
+        records = self._records(batch)
+        return [[record.get(name) for record in records] for name in names]
+
+    @staticmethod
+    def _records(batch: Any) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in batch.column(0).to_pylist()]
+
+
+class _Lines:
+    """The lines of a UTF-8 text file, without a byte order mark, hashed and counted as they are read.
+
+    Attributes:
+        number: of lines read.
+        row, start: the record that is being read, -1 for a header, and its first line.
+    """
+
+    def __init__(self, path: Path, stream: IO[bytes]) -> None:
+        self.path, self.shown, self._stream = path, quote_name(path, limit=300), stream
+        self.number, self.row, self.start = 0, 0, 1
+        self.sha256 = hashlib.sha256()
+
+    def where(self) -> str:
+        """Name the record that is being read."""
+        return f"{self.shown}: " + (f"row {self.row} (line {self.start})" if self.row >= 0 else f"line {self.start}")
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._stream:
+            self.sha256.update(line)
+            self.number += 1
+            if self.number == 1:
+                if line[:2] in UTF16_MARKS:
+                    raise _utf16_error(self.path)
+                line = line.removeprefix(codecs.BOM_UTF8)
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{self.where()} is not UTF-8 text (byte {line[error.start]:#04x})",
+                    hint="if it is WINDOWS-1252, convert it: iconv -f WINDOWS-1252 -t UTF-8",
+                ) from error
+            yield text
+
+
+@contextmanager
+def _open_lines(path: Path) -> Iterator[_Lines]:
+    """Open the lines of a file, gzipped or not. Raises MissingInput; DataError, also inside the block, for damage."""
+    with open_regular(path) as stream:
+        is_zipped = stream.read(2) == b"\x1f\x8b"
+        stream.seek(0)
+        if not is_zipped:
+            yield _Lines(path, stream)
+            return
+        try:
+            yield _Lines(path, io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=stream)), 1 << 20))
+        except (EOFError, OSError, zlib.error) as error:
+            if is_failure(error):
+                raise
+            raise DataError(f"{quote_name(path, limit=300)} is not a complete gzip file: {error}", path=path) from error
+
+
+def _copy(names: Sequence[str], rows: Iterator[Sequence[str]]) -> list[Any]:
+    """Copy rows of texts into a temporary file and return its record batches, memory-mapped. Raises WriteError."""
+    text = pyarrow.large_string()
+    schema = pyarrow.schema([(name, text) for name in names])
+    size = max(1, min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // len(names)))
+    try:
+        with tempfile.NamedTemporaryFile(prefix="bnncli-", suffix=".arrow") as file:
+            with pyarrow.ipc.new_stream(file.name, schema) as writer:
+                while chosen := list(islice(rows, size)):
+                    columns = [pyarrow.array(column, text) for column in zip(*chosen, strict=True)]
+                    writer.write_batch(pyarrow.record_batch(columns, schema=schema))
+            # The mapping outlives the name of the file. Nothing is read here.
+            return list(pyarrow.ipc.open_stream(pyarrow.memory_map(file.name)))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"no space left in {quote_name(tempfile.gettempdir())} for a copy of the table"
+            raise WriteError(message, hint="free space, or name another folder in TMPDIR") from error
+        raise
+
+
+def _records(lines: _Lines, first: str, delimiter: str, *, is_quoted: bool) -> Iterator[list[str]]:
+    """Yield the fields of the header and of every row, skipping empty lines. Raises DataError, naming the row."""
+    quoting: Any = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
+    width = 0
+    try:
+        for fields in csv.reader(chain([first], lines), delimiter=delimiter, quoting=quoting, strict=True):
+            if fields:
+                width = width or len(fields)
+                if len(fields) != width:
+                    message = f"{lines.where()} has {len(fields)} fields, expected {width}"
+                    raise DataError(message, path=lines.path, hint=_IF_SPLIT)
+                yield fields if is_quoted else [_unquote(field) for field in fields]
+                lines.row += 1
+            lines.start = lines.number + 1
+    except csv.Error as error:
+        raise DataError(f"{lines.where()} is damaged: {error}", path=lines.path, hint=_IF_SPLIT) from error
+
+
+_IF_SPLIT = "put quotation marks around fields that contain the delimiter or a line break"
+
+
+def _find_delimiter(first: str, lines: _Lines) -> str:
+    """Return the delimiter of a csv file that gives the most column names. Raises DataError for an odd first line."""
+    if not first.strip():
+        message = f"{lines.shown} is empty: expected a header line with column names"
+        raise DataError(message, path=lines.path, code="empty_split")
+    if "\r" in first.rstrip("\r\n"):
+        message = f"{lines.shown}: lines end in bare carriage returns, expected line feeds"
+        raise DataError(message, path=lines.path, hint="convert them: tr '\\r' '\\n'")
+    return max(",;\t", key=lambda one: len(next(csv.reader([first], delimiter=one))))
+
+
+def _check_header(header: Sequence[str], first: str, delimiter: str, lines: _Lines) -> None:
+    """Raise DataError if column names repeat, or if the file has another delimiter."""
+    other = next((one for one in ",;\t|" if one in header[0]), None)
+    if len(header) == 1 and '"' not in first and other is not None:
+        raise DataError(
+            f"{lines.shown} has only one column, {quote_name(header[0])}: expected the delimiter {delimiter!r}, found "
+                f"{other!r}",
+            path=lines.path, hint="use csv:, which reads commas, semicolons and tabs regardless of the file's suffix",
+        )  # fmt: skip
+    double = sorted({name for name in header if name and header.count(name) > 1})
+    if double:
+        raise DataError(f"{lines.shown} has several columns named {format_names(double)}", path=lines.path)
+
+
+def _unquote(field: str) -> str:
+    """Remove the quotation marks around a field and undouble those inside."""
+    inner = field[1:-1]
+    is_whole = len(field) > 1 and field[0] == field[-1] == '"' and '"' not in inner.replace('""', "")
+    return inner.replace('""', '"') if is_whole else field
+
+
+def _classify_fields(values: Sequence[str]) -> str:
+    """Return what the fields of a column hold."""
+    found = TEXT
+    for kind, holds in ((float, REAL), (int, WHOLE)):
+        try:
+            for value in values:
+                kind(value)
+        except ValueError:
+            return found
+        found = holds if values else TEXT
+    return found
+
+
+def _json_lines(lines: _Lines) -> Iterator[tuple[str]]:
+    """Yield the lines that are not empty. Raises DataError for one that is not a JSON object."""
+    for line in lines:
+        if not line.isspace():
+            is_document = lines.row == 0 and line.lstrip()[:1] in ("[", "{")
+            advice = "; to split one JSON array into lines, run: jq -c '.[]'" if is_document else ""
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{lines.where()} is not JSON: {error}{advice}", path=lines.path) from error
+            if not isinstance(record, dict):
+                came = type(record).__name__
+                message = f'{lines.where()}: expected an object such as {{"text": ..., "label": ...}}, got {came}'
+                raise DataError(f"{message}{advice}", path=lines.path)
+            yield (line,)
+            lines.row += 1
+        lines.start = lines.number + 1
+
+
+_HOLDS = {str: TEXT, bool: WHOLE, int: WHOLE, float: REAL, list: LIST}
+
+
+def _classify_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return FILE if value.keys() <= {"path", "bytes"} and "path" in value else OTHER
+    return _HOLDS.get(type(value), OTHER)
+
+
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def _utf16_error(path: Path) -> DataError:
+    """Return the error for a file of UTF-16 text."""
+    name = shlex.quote(str(path))
+    hint = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE" if name.isprintable() else "iconv -f UTF-16 -t UTF-8"
+    return DataError(f"{quote_name(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint=hint)
+
+
+def _classify_type(kind: Any) -> str:
+    """Return what a column of an Arrow type holds."""
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    checks = (
+        (TEXT, (types.is_string, types.is_large_string, types.is_string_view)),
+        (WHOLE, (types.is_integer, types.is_boolean)),
+        (REAL, (types.is_floating,)),
+        (LIST, (types.is_list, types.is_large_list, types.is_fixed_size_list)),
+        (FILE, (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)),
+    )
+    for holds, own in checks:
+        if any(check(kind) for check in own):
+            return holds
+    if types.is_struct(kind) and {"bytes", "path"} <= {kind.field(place).name for place in range(kind.num_fields)}:
+        return FILE
+    return OTHER
+
+
+def _class_names_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
+    """Return the class names that Hugging Face datasets stores in a schema."""
+    try:
+        stored = json.loads((metadata or {}).get(b"huggingface", b"{}"))
+        return feature_class_names(stored["info"]["features"])
+    except (ValueError, LookupError, TypeError, RecursionError):  # others may store anything under this key
+        return {}
+
+
+def feature_class_names(features: Any) -> dict[str, tuple[str, ...]]:
+    """Return the class names of each feature that is a ClassLabel or a list of them."""
+    if not isinstance(features, Mapping):
+        return {}
+    inner = {name: _inner(feature) for name, feature in features.items()}
+    named = {name: feature.get("names") for name, feature in inner.items() if feature.get("_type") == "ClassLabel"}
+    return {name: tuple(map(str, names)) for name, names in named.items() if isinstance(names, list)}
+
+
+def _inner(feature: Any) -> Mapping[str, Any]:
+    """Return a feature, or that of a list's values, for which the library has used three forms."""
+    if isinstance(feature, list) and len(feature) == 1:
+        return _inner(feature[0])
+    if not isinstance(feature, Mapping):
+        return {}
+    return (
+        _inner(feature["feature"])
+        if feature.get("_type") in ("Sequence", "List", "LargeList") and "feature" in feature
+        else feature
+    )
+
+
+class Table:
+    """The rows of files with the same columns, one file after the other.
+
+    Attributes:
+        path: the file or folder, for messages; paths of images and sound are relative to its folder.
+        columns: what each holds.
+        class_names: of numeric columns, if the files state them.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        files: Sequence[Path],
+        kind: Callable[[Path], Blocks],
+        spelled: str,
+        class_names: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> None:
+        """Open a table.
+
+        Args:
+            spelled: kind of the files, for messages.
+            class_names: stated beside the files.
+
+        Raises:
+            MissingInput, DataError: files are damaged or have different columns.
+        """
+        self.path, self._files, self._kind, self._spelled = path, list(files), kind, spelled
+        self._opened: tuple[int, Blocks] | None = None  # a file by its number
+        self._current: _Position | None = None
+        self._spans: list[tuple[int, int]] = []  # file and block
+        sizes: list[int] = []
+        for number, file in enumerate(self._files):
+            blocks = self._blocks(number)
+            with self._damage(file):
+                counts = blocks.sizes()
+            if number == 0:
+                self.columns, self.class_names = blocks.columns, {**blocks.class_names, **class_names}
+            if blocks.columns.keys() != self.columns.keys():
+                odd = sorted(blocks.columns.keys() ^ self.columns.keys())[0]
+                raise DataError(
+                    f"{quote_name(file, limit=300)} and {quote_name(self._files[0].name)} have different columns: only "
+                    f"one of them has {quote_name(odd)}",
+                    path=file,
+                )
+            self._spans += [(number, block) for block in range(len(counts))]
+            sizes += counts
+        self._starts = np.array([0, *accumulate(sizes)], np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_current": None}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def values(self, names: Sequence[str]) -> list[list[Any]]:
+        """Return all values of some columns."""
+        found: list[list[Any]] = [[] for _ in names]
+        for number, batch in self._scan(names) if names else ():
+            self._append(found, number, batch, names)
+        return found
+
+    def numbers(self, names: Sequence[str]) -> np.ndarray | None:
+        """Return some columns as (N, columns) float64; None if any value is missing or not a finite number.
+
+        Numbers in texts are rounded correctly, as by `float`.
+        """
+        found = np.empty((len(self), len(names)))
+        start = 0
+        for _, batch in self._scan(names):
+            try:
+                columns = [batch.column(name).cast("float64") for name in names]
+            except (pyarrow.ArrowException, KeyError):
+                return None
+            for place, column in enumerate(columns):  # to_numpy imports pandas if it is installed
+                found[start : start + len(batch), place] = np.nan if column.null_count else np.from_dlpack(column)
+            start += len(batch)
+        return found if np.isfinite(found).all() else None
+
+    def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
+        """Return values of columns in the rows (n,); for ascending rows, each batch is decompressed once."""
+        found: list[list[Any]] = [[] for _ in names]
+        spans = np.searchsorted(self._starts, rows, side="right") - 1
+        place = 0
+        while place < len(rows):
+            span = int(spans[place])
+            first, batch = self._batch_of(span, int(rows[place]), tuple(names))
+            stop = place + 1
+            while stop < len(rows) and first <= rows[stop] < first + batch.num_rows:
+                stop += 1
+            taken = batch.take(pyarrow.array(rows[place:stop] - first))
+            self._append(found, self._spans[span][0], taken, names)
+            place = stop
+        return found
+
+    def _scan(self, names: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """Yield the number of the file and each batch, with these columns, in order."""
+        for number, block in self._spans:
+            with self._damage(self._files[number]):
+                for batch in self._blocks(number).batches(block, list(names)):
+                    yield number, batch
+
+    def _append(self, found: list[list[Any]], number: int, batch: Any, names: Sequence[str]) -> None:
+        """Append the values of a file's batch to those found in each column."""
+        with self._damage(self._files[number]):
+            for column, values in zip(found, self._blocks(number).values(batch, names), strict=True):
+                column += values
+
+    def digests(self, progress: Progress) -> list[str]:
+        """Return the digest of each file's content."""
+        return [self._blocks(number).digest(progress) for number in range(len(self._files))]
+
+    def _batch_of(self, span: int, row: int, names: tuple[str, ...]) -> tuple[int, Any]:
+        """Return the batch of a block that has a row, and the first row of the batch."""
+        number, block = self._spans[span]
+        now = self._current
+        with self._damage(self._files[number]):
+            if now is None or (now.span, now.names) != (span, names) or row < now.first:
+                batches = iter(self._blocks(number).batches(block, list(names)))
+                now = _Position(span, names, batches, int(self._starts[span]), next(batches))
+            while row >= now.first + now.batch.num_rows:
+                now = now._replace(first=now.first + now.batch.num_rows, batch=next(now.batches))
+        self._current = now
+        return now.first, now.batch
+
+    def _blocks(self, number: int) -> Blocks:
+        if self._opened is None or self._opened[0] != number:
+            file = self._files[number]
+            with open_regular(file), self._damage(file):
+                self._opened = number, self._kind(file)
+        return self._opened[1]
+
+    @contextmanager
+    def _damage(self, file: Path) -> Iterator[None]:
+        """Convert errors of pyarrow inside the block to bnncli's."""
+        shown = quote_name(file, limit=300)
+        try:
+            yield
+        except MemoryError as error:
+            raise DeviceError(f"not enough memory to read {shown}", code="out_of_memory") from error
+        except (pyarrow.ArrowException, OSError, StopIteration, UnicodeDecodeError) as error:
+            if isinstance(error, OSError) and is_failure(error):
+                raise read_error(error, file) from error
+            why = " ".join(str(error).split())[:200] or "it ends before its last row"
+            raise DataError(f"{shown} is not a complete {self._spelled} file: {why}", path=file) from error
+
+
+class _Position(NamedTuple):
+    """The batch that was read last, and those after it in its block."""
+
+    span: int
+    names: tuple[str, ...]
+    batches: Iterator[Any]
+    first: int
+    batch: Any
+
+
+def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, list[Path]]:
+    """Return the file, folder or pattern, and its files, sorted by the numbers in their names.
+
+    Raises:
+        UsageError: a folder has the files of several splits.
+        DataError: a pattern or folder matches no such files.
+    """
+    path = Path(place).expanduser()
+    if path.is_dir():
+        found = [file for suffix in suffixes for file in path.rglob(f"*{suffix}") if _is_shown(file, path)]
+        splits = sorted({split for file in found if (split := _split_of(file)) is not None})
+        if len(splits) > 1:
+            raise UsageError(
+                f"\0data\0 {spelled}: {quote_name(path, limit=300)} has files from several splits: {format_names(splits)}",
+                hint=f"use a pattern, such as {spelled}:{path}/**/{splits[0]}-*{found[0].suffix}",
+            )
+    elif any(letter in place for letter in "*?[") and not path.exists():
+        fixed = Path(
+            *[part for part in path.parts if not any(letter in part for letter in "*?[")][: _first_pattern(path)]
+        )
+        found = [file for file in fixed.glob(str(path.relative_to(fixed))) if file.is_file()]
+    else:
+        return path, [path]
+    if not found:
+        what = (
+            f"no {spelled} files in {quote_name(path, limit=300)}"
+            if path.is_dir()
+            else f"no file matches {quote_name(path, limit=300)}"
+        )
+        raise DataError(what, path=path, code="empty_split")
+    return path, sorted(found, key=by_number)
+
+
+def _first_pattern(path: Path) -> int:
+    """Return the number of path components before the first pattern."""
+    return next(place for place, part in enumerate(path.parts) if any(letter in part for letter in "*?["))
+
+
+def _is_shown(file: Path, folder: Path) -> bool:
+    return file.is_file() and not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+
+def _split_of(file: Path) -> str | None:
+    """Return the split of a file named like train-00000-of-00002 or test, else None."""
+    first = file.stem.partition("-")[0]
+    return first if is_split(first) else None
