@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bnncli.artifacts.outputs import check_figure_path, write_figure
+from bnncli.data.columns import LOGITS, PROBS
 from bnncli.data.prediction_files import read_texts, split_prediction_place
 from bnncli.errors import CheckFailed, DataError, UsageError, WriteError
 from bnncli.evaluation.bootstrap import Bootstrap
@@ -24,8 +25,6 @@ from bnncli.options.command import Argument, Command, CommonOptions
 from bnncli.options.declaration import check_split_name, spell_options
 from bnncli.options.scoring import Quantity, ScoreOptions
 from bnncli.session.prediction_files import (
-    LOGITS,
-    PROBS,
     GivenPredictions,
     MatchedForecasts,
     PredictionClaims,

@@ -3,60 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from bnncli.data.arrays import npz_shapes, read_npz
-from bnncli.data.labels import check_labels
-from bnncli.data.table_files import LIST, REAL, TEXT, UTF16_MARKS, WHOLE, DelimitedBlocks, ParquetBlocks, Table
-from bnncli.data.tables import (
-    LABEL_NAMES,
-    Labels,
-    check_cells,
-    check_points,
-    convert_labels,
-    convert_multi_labels,
-    format_unlabelled_note,
-    read_numbers,
+from bnncli.data.columns import (
+    LABEL,
+    LOGITS,
+    PROBS,
+    Columns,
+    find_labels,
+    find_predictions,
+    prediction_like_columns,
+    split_place,
 )
-from bnncli.errors import DataError, Untrusted, UsageError
-from bnncli.names import by_number, format_names, quote_name
+from bnncli.data.table_files import LIST, OTHER, REAL, TEXT, UTF16_MARKS, WHOLE, DelimitedBlocks, ParquetBlocks, Table
+from bnncli.data.tables import Labels, convert_labels, convert_multi_labels, format_unlabelled_note, is_number
+from bnncli.errors import DataError, Untrusted
+from bnncli.names import format_names, quote_name
 from bnncli.system.input_files import is_failure, open_regular
 
-PROBS, LOGITS, LABEL = "probs", "logits", "label"
-_KEYS = (PROBS, LOGITS, LABEL)
-_NAMES = {
-    PROBS: ("probs", "prob", "probabilities", "probability", "proba", "probas", "p", "softmax", "predict_proba", "y_prob", "y_proba", "y_pred_proba"),
-    LOGITS: ("logits", "logit"),
-}  # fmt: skip
-_PREFIXES = {
-    PROBS: ("p_", "prob_", "probs_", "proba_", "probability_", "probabilities_"),
-    LOGITS: ("logit_", "logits_"),
-}
-_OF_LABELS = (*LABEL_NAMES, "y_true", "true_label", "ground_truth")
-FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; join several columns with +, or match them with one *)"
-
-
-class PredictionColumns(NamedTuple):
-    """Columns or arrays with the predictions.
-
-    Attributes:
-        names: one that holds a vector per row, or one per class.
-        holds: PROBS or LOGITS, judged by their names; None if undecided.
-        classes: class names, if the columns have them.
-        others: columns or arrays with the same predictions as logits, by name.
-        is_ordered: whether the classes are in numerical order: the user gave it, or the names sort that way.
-    """
-
-    names: tuple[str, ...]
-    holds: str | None
-    classes: tuple[str, ...] | None = None
-    others: tuple[str, ...] = ()
-    is_ordered: bool = True
+_FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; join several columns with +, or match them with one *)"
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+_ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
+_MUTUAL_INFO = "mutual_info"
+_CLASSES = "classes"  # an array of their names
+_PREDICTED = "predicted"  # a column in the tables of predict
 
 
 def split_prediction_place(place: str) -> tuple[Path, dict[str, str]]:
@@ -64,252 +41,11 @@ def split_prediction_place(place: str) -> tuple[Path, dict[str, str]]:
 
     A colon belongs to the file's name if that file exists. Raises UsageError for another form.
     """
-    if Path(place).expanduser().exists():
-        return Path(place).expanduser(), {}
-    starts = [match.start() for match in re.finditer(rf":(?=(?:{'|'.join(_KEYS)})=)", place)]
-    if starts:
-        start = next((one for one in starts if Path(place[:one]).expanduser().exists()), starts[0])
-        return Path(place[:start]).expanduser(), _parse(place[start + 1 :], place)
-    before, colon, after = place.rpartition(":")
-    if colon and after and Path(before).expanduser().exists():
-        if "=" in after:
-            raise UsageError(f"expected {FORM}; got {place!r}")
-        values, comma, label = after.partition(",")
-        return Path(before).expanduser(), {"": values} | ({LABEL: label} if comma else {})
-    return Path(place).expanduser(), {}
-
-
-def _parse(text: str, place: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for part in re.split(rf",(?=(?:{'|'.join(_KEYS)})=)", text):
-        key, _, value = part.partition("=")
-        if key not in _KEYS or key in found or not value:
-            raise UsageError(f"expected {FORM}; got {place!r}")
-        found[key] = value
-    if {PROBS, LOGITS} <= found.keys():
-        raise UsageError(f"probs= and logits= are mutually exclusive; got {place!r}")
-    return found
-
-
-def find_arrays(
-    shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, str], wanted: str | None, where: str
-) -> PredictionColumns:
-    """Find the array of predictions in an archive.
-
-    Args:
-        shapes: of the real arrays.
-        named: as from `divide`.
-        wanted: PROBS or LOGITS if the user says which.
-
-    Raises:
-        DataError: there is none, or it is ambiguous.
-    """
-    holds, name = _parse_named_predictions(named)
-    if name is not None:
-        return PredictionColumns((_check_column_name(name, shapes, where),), wanted or holds or _infer_content(name))
-    found = {kind: [one for one in shapes if one.casefold() in names] for kind, names in _NAMES.items()}
-    for kind, own in found.items():  # beside a matrix, a vector is a property of the rows
-        found[kind] = [one for one in own if len(shapes[one]) == 2] or own
-    for kind in (wanted,) if wanted else (PROBS, LOGITS):
-        if len(found[kind]) == 1:
-            name = found[kind][0]
-            logits = [one for one in found[LOGITS] if wanted is None and one != name and shapes[one] == shapes[name]]
-            return PredictionColumns((name,), kind, others=tuple(logits[:1]))
-    others = [one for one in found[PROBS] + found[LOGITS] if wanted is None or one in found[wanted]]
-    others = others or [one for one, shape in shapes.items() if len(shape) == 2]
-    if len(others) == 1:
-        return PredictionColumns((others[0],), wanted or _infer_content(others[0]))
-    if others:
-        shown = ", ".join(f"{quote_name(one)} {shapes[one]}" for one in others[:20])
-        raise DataError(
-            f"{where}: several arrays could be the predictions: {shown}", code="several_arrays",
-            hint=f"choose one: FILE:{others[0]}",
-        )  # fmt: skip
-    shown = ", ".join(f"{quote_name(one)} {shape}" for one, shape in list(shapes.items())[:20]) or "none"
-    raise DataError(
-        f"{where}: found no array (N, C) of probabilities or logits; its floating-point arrays: {shown}", code="no_column",
-        hint="name the array: FILE:ARRAY",
-    )  # fmt: skip
-
-
-def find_columns(
-    columns: Mapping[str, str], named: Mapping[str, str], wanted: str | None, where: str
-) -> PredictionColumns:
-    """Find the columns of predictions in a table; arguments as in `find_arrays`, `columns` with what each holds.
-
-    Raises:
-        DataError: there are none, or they are ambiguous.
-    """
-    holds, name = _parse_named_predictions(named)
-    if name is not None:
-        names = _expand_names(name, columns, where)
-        kind, classes = wanted or holds or _infer_content(names[0]), _classes(names)
-        return PredictionColumns(names, kind, classes, is_ordered="+" in name or _is_sorted_by_number(classes))
-    numbers = [one for one, kind in columns.items() if kind in (REAL, WHOLE)]
-    for kind in (wanted,) if wanted else (PROBS, LOGITS):
-        found = _find_columns_by_name(columns, numbers, kind)
-        if len(found) > 1:
-            raise _several_columns([own[0] for own in found], where)
-        if found:
-            chosen = _choose_class_columns(found[0], kind)
-            beside = [
-                _choose_class_columns(own, LOGITS)
-                for own in _find_columns_by_name(columns, numbers, LOGITS)
-                if wanted is None
-            ]
-            if kind == PROBS and [one.classes for one in beside] == [chosen.classes]:
-                chosen = chosen._replace(others=beside[0].names)
-            return chosen
-    by_number = [one for one in numbers if one.isdecimal()]
-    if len(by_number) > 1:
-        return _choose_class_columns(by_number, wanted)
-    shown = ", ".join(f"{quote_name(one)} ({kind})" for one, kind in list(columns.items())[:20]) or "none"
-    raise DataError(
-        f"{where}: found no columns of probabilities or logits (p_NAME, prob_NAME, logit_NAME); its columns: {shown}",
-        code="no_column", hint="name the columns: FILE:probs=COL+COL+COL, or FILE:probs='prefix*'",
-    )  # fmt: skip
-
-
-def _find_columns_by_name(columns: Mapping[str, str], numbers: Sequence[str], kind: str) -> list[list[str]]:
-    """Return sets of columns, one per class or one for all, that are named like probabilities or logits."""
-    found = [own for prefix in _PREFIXES[kind] if len(own := [one for one in numbers if _has_prefix(one, prefix)]) > 1]
-    lists = [one for one in columns if columns[one] == LIST and one.casefold() in _NAMES[kind]]
-    return found or [[one] for one in lists or [one for one in numbers if one.casefold() in _NAMES[kind]]]
-
-
-def prediction_like_columns(columns: Mapping[str, str], kind: str) -> list[str]:
-    """Return the columns that hold values of a kind and are named like probabilities or logits."""
-    prefixes = [prefix for every in _PREFIXES.values() for prefix in every]
-    whole = {name for every in _NAMES.values() for name in every}
-    return [
-        name
-        for name, holds in columns.items()
-        if holds == kind and (name.casefold() in whole or any(_has_prefix(name, prefix) for prefix in prefixes))
-    ]
-
-
-def find_labels(
-    names: Sequence[str], named: Mapping[str, str], where: str, *, is_alone: bool = False
-) -> tuple[str, ...]:
-    """Find the columns or arrays of labels; none if there are none.
-
-    Args:
-        is_alone: the file is only for labels, so a single column is theirs, whatever its name.
-
-    Raises:
-        DataError: a named one is missing, or the choice is ambiguous.
-    """
-    given = named.get(LABEL, named.get("") if is_alone else None)
-    if given is not None:
-        return _expand_names(given, names, where)
-    found = [one for one in names if one.casefold() in _OF_LABELS]
-    if not found and is_alone and len(names) == 1:
-        found = [names[0]]
-    if len(found) > 1:
-        raise DataError(
-            f"{where}: several columns could be the labels: {format_names(found)}", code="several_columns",
-            hint=f"choose one: FILE:label={found[0]}",
-        )  # fmt: skip
-    if is_alone and not found:
-        raise DataError(
-            f"{where}: found no label column; its columns: {format_names(names, limit=20)}", code="no_column",
-            hint="name the column: FILE:COLUMN",
-        )  # fmt: skip
-    if is_alone and re.fullmatch(r"[+-]?\d+(\.\d+)?", found[0]):
-        raise DataError(
-            f"{where}: the name of the label column is a number, {quote_name(found[0])} (is the header line missing?)", code="no_column",
-            hint="add a header line: label",
-        )  # fmt: skip
-    return tuple(found)
-
-
-def _parse_named_predictions(named: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Return what the named predictions hold, and their name."""
-    for key in (PROBS, LOGITS):
-        if key in named:
-            return key, named[key]
-    return None, named.get("")
-
-
-def _infer_content(name: str) -> str | None:
-    """Infer what a column or array holds from its name."""
-    folded = name.casefold()
-    if "logit" in folded:
-        return LOGITS
-    return PROBS if "prob" in folded or "softmax" in folded else None
-
-
-def _expand_names(text: str, names: Sequence[str] | Mapping[str, object], where: str) -> tuple[str, ...]:
-    """Return a single name, names joined by +, or names that match a pattern with one *."""
-    if text in names:
-        return (text,)
-    if text.count("*") == 1:
-        first, last = text.split("*")
-        found = tuple(
-            name for name in names if name.startswith(first) and name.endswith(last) and len(name) >= len(text)
-        )
-        if found:
-            return found
-    return tuple(_check_column_name(one, names, where) for one in text.split("+"))
-
-
-def _check_column_name(name: str, names: Sequence[str] | Mapping[str, object], where: str) -> str:
-    if name not in names:
-        raise DataError(
-            f"{where} has no column {quote_name(name)}; it has {format_names(names, limit=20)}", code="no_column"
-        )
-    return name
-
-
-def _has_prefix(name: str, prefix: str) -> bool:
-    return name.casefold().startswith(prefix) and len(name) > len(prefix)
-
-
-def _choose_class_columns(names: Sequence[str], holds: str | None) -> PredictionColumns:
-    """Choose columns of one class each, sorted numerically if named by numbers."""
-    classes = _classes(names) or ()
-    if classes and all(one.isdecimal() for one in classes):
-        order = sorted(range(len(names)), key=lambda place: int(classes[place]))
-        names, classes = [names[place] for place in order], tuple(classes[place] for place in order)
-    return PredictionColumns(tuple(names), holds, classes or None, is_ordered=_is_sorted_by_number(classes))
-
-
-def _is_sorted_by_number(classes: Sequence[str] | None) -> bool:
-    """Return whether names are sorted, ignoring case, with numbers compared as numbers."""
-    keys = [by_number(name.casefold()) for name in classes or ()]
-    return keys == sorted(keys)
-
-
-def _classes(names: Sequence[str]) -> tuple[str, ...] | None:
-    """Remove the names' common prefix up to its last underscore; None for a single name."""
-    if len(names) < 2:
-        return None
-    first = next(
-        (
-            prefix
-            for prefixes in _PREFIXES.values()
-            for prefix in prefixes
-            if all(_has_prefix(one, prefix) for one in names)
-        ),
-        "",
-    )
-    return tuple(one[len(first) :] for one in names)
-
-
-def _several_columns(found: Sequence[str], where: str) -> DataError:
-    return DataError(
-        f"{where}: several columns could be the predictions: {format_names(found)}", code="several_columns",
-        hint=f"choose one: FILE:probs={found[0]}",
-    )  # fmt: skip
-
-
-HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
-_ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
-_MUTUAL_INFO = "mutual_info"
-_CLASSES = "classes"  # an array of their names
-_PREDICTED = "predicted"  # a column in the tables of predict
-_ROWS = 4096  # rows compared at once
-_ROUNDING = 0.01  # of probabilities beside logits: two decimals, or 16 bits of either
+    path, named = split_place(place, (PROBS, LOGITS), f"expected {_FORM}")
+    if "" in named:
+        values, comma, label = named[""].partition(",")
+        named = {"": values} | ({LABEL: label} if comma else {})
+    return path, named
 
 
 @dataclass(frozen=True)
@@ -326,6 +62,7 @@ class FilePredictions:
         mutual_info: (N,) nats, or None.
         unordered: class columns, if nothing says that their order is that of numeric labels.
         note: set if all labels are -1 or missing.
+        beside: the same predictions as logits (N, C), and their name, if the file has both.
     """
 
     path: Path
@@ -337,6 +74,7 @@ class FilePredictions:
     mutual_info: np.ndarray | None = None
     unordered: tuple[str, ...] = ()
     note: str = ""
+    beside: tuple[np.ndarray, str] | None = None
 
 
 def read_given_predictions(place: str, *, wanted: str | None = None, has_labels: bool = True) -> FilePredictions:
@@ -353,14 +91,33 @@ def read_given_predictions(place: str, *, wanted: str | None = None, has_labels:
         Untrusted: an array has Python objects.
     """
     path, named = split_prediction_place(place)
-    magic = read_magic(path)
-    if magic.startswith(_NPY_MAGIC):
-        return FilePredictions(
-            path, path.name, _two_axes(_read_npy(path), quote_name(path, limit=300)), wanted, None, None
-        )
-    if magic.startswith(_ZIP_MAGIC):
-        return _read_archive(path, named, wanted, has_labels=has_labels)
-    return _read_table(_table(path, magic), named, wanted, has_labels=has_labels)
+    source = _open(path)
+    columns = _columns(source)
+    where = columns.where
+    if isinstance(source, Table):
+        if not named.keys() - {LABEL}:
+            _check_cells(source, where)
+        _check_one_origin(source, where)
+    chosen = find_predictions(columns, named, wanted)
+    name, classes = chosen.names[0], chosen.classes
+    if len(chosen.names) == 1 and source.columns[name] != LIST:
+        _check_not_of_predicted(name, source.columns, where, path)
+    label_names = find_labels(columns, named.get(LABEL)) if has_labels or LABEL in named else ()
+    values = _read_matrix(source, chosen.names, where)
+    if isinstance(source, _Arrays) and source.columns.get(_CLASSES) == TEXT:
+        (known,) = source.values([_CLASSES])
+        classes = tuple(known) if len(known) == values.shape[1] else classes
+    if has_labels and not label_names and classes is not None:
+        of_each = tuple(f"label_{one}" for one in classes)
+        label_names = of_each if set(of_each) <= source.columns.keys() else ()
+    unordered = () if chosen.is_ordered else chosen.names
+    labels = _read_labels(source, label_names, classes, unordered) if label_names else None
+    note = format_unlabelled_note(label_names) if label_names and labels is None else ""
+    has_info = _MUTUAL_INFO not in chosen.names and source.columns.get(_MUTUAL_INFO) in (REAL, WHOLE)
+    info = np.array(source.values([_MUTUAL_INFO])[0], np.float64) if has_info else None
+    info = info if info is not None and info.shape == (len(values),) and np.isfinite(info).all() else None
+    beside = (_read_matrix(source, chosen.others, where), chosen.others[0]) if chosen.others else None
+    return FilePredictions(path, name, values, chosen.holds, classes, labels, info, unordered, note, beside)
 
 
 def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[str, ...] = ()) -> np.ndarray:
@@ -368,45 +125,29 @@ def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[st
 
     Args:
         classes: class names, if known: labels may be such names.
-        unordered: as in GivenFile.
+        unordered: as in FilePredictions.
 
     Raises:
-        MissingInput, UsageError, DataError, Untrusted: as in read_given, or if there are no labels.
+        MissingInput, UsageError, DataError, Untrusted: as in read_given_predictions, or if there are no labels.
     """
     path, named = split_prediction_place(place)
-    magic, where = read_magic(path), quote_name(path, limit=300)
-    if magic.startswith(_NPY_MAGIC):
-        labels = _check_label_array(_read_npy(path), classes, where, unordered)
-    elif magic.startswith(_ZIP_MAGIC):
-        (name,) = _single(find_labels(list(npz_shapes(path)), named, where, is_alone=True), where)
-        labels = _check_label_array(
-            read_npz(path, [name])[name], classes, f"{where}: array {quote_name(name)}", unordered
-        )
-    else:
-        table = _table(path, magic)
-        names = find_labels(list(table.columns), named, where, is_alone=True)
-        labels = _read_label_columns(table, names, table.values(names), classes, where, unordered)
+    source = _open(path)
+    names = find_labels(_columns(source), named.get(LABEL, named.get("")), is_alone=True, has_header=False)
+    labels = _read_labels(source, names, classes, unordered)
     if labels is None:
-        raise DataError(f"{where}: no row has a label", code="bad_labels", path=path)
+        raise DataError(f"{quote_name(path, limit=300)}: no row has a label", code="bad_labels", path=path)
     return labels
 
 
 def read_texts(path: Path, column: str) -> list[str]:
-    """Return the values (N,) of a column or array as texts. Raises as read_given does; DataError if it is missing."""
-    magic, where = read_magic(path), quote_name(path, limit=300)
-    if magic.startswith(_ZIP_MAGIC):
-        if column not in (names := list(npz_shapes(path))):
-            raise DataError(
-                f"{where} has no array {quote_name(column)}; it has {format_names(names, limit=20)}", code="no_column",
-                hint="name one of these, or a column of another file: FILE:COLUMN", path=path,
-            )  # fmt: skip
-        array = read_npz(path, [column])[column]
-        if array.ndim != 1:
-            raise DataError(f"{where}: array {quote_name(column)} has shape {array.shape}, expected (N,)", path=path)
-        return [str(value) for value in array.tolist()]
-    table = _table(path, magic)
-    (name,) = find_labels(list(table.columns), {LABEL: column}, where)
-    return ["" if value is None else str(value) for value in table.values([name])[0]]
+    """Return the values (N,) of a column or array as texts. Raises as read_given_predictions, or if it is missing."""
+    source = _open(path)
+    try:
+        (name,) = find_labels(_columns(source), column)
+    except DataError as error:
+        hint = "name one of these, or a column of another file: FILE:COLUMN"
+        raise DataError(error.message, code=error.code, hint=hint, path=path) from None
+    return ["" if value is None else str(value) for value in source.values([name])[0]]
 
 
 def read_magic(path: Path) -> bytes:
@@ -418,7 +159,43 @@ def read_magic(path: Path) -> bytes:
     return found
 
 
-def _table(path: Path, magic: bytes) -> Table:
+class _Arrays:
+    """The arrays of an npz or npy file as columns; a matrix of real numbers is one of lists."""
+
+    noun = "array"
+
+    def __init__(self, path: Path, *, is_archive: bool) -> None:
+        self.path, self.class_names = path, MappingProxyType[str, tuple[str, ...]]({})
+        self._array = None if is_archive else _read_npy(path)
+        shapes = npz_shapes(path) if self._array is None else {"arr_0": (self._array.shape, self._array.dtype)}
+        if not shapes:
+            raise DataError(f"{quote_name(path, limit=300)} has no arrays; expected predictions", path=path)
+        self.columns = {name: _classify_array(shape, dtype) for name, (shape, dtype) in shapes.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """Return an array."""
+        return self._array if self._array is not None else read_npz(self.path, [name])[name]
+
+    def values(self, names: Sequence[str]) -> list[list[Any]]:
+        """Return some arrays as lists."""
+        arrays = [np.atleast_1d(self.read(name)) for name in names]
+        return [(array.astype(str) if array.dtype.kind == "S" else array).tolist() for array in arrays]
+
+
+def _classify_array(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    """Return what an array holds, as a column of a table does; its type and shape for any other."""
+    if len(shape) == 1 and dtype.kind in "fiubUS":
+        return REAL if dtype.kind == "f" else TEXT if dtype.kind in "US" else WHOLE
+    if dtype.kind not in "fiub":
+        return OTHER
+    return LIST if len(shape) == 2 and dtype.kind == "f" else f"{dtype} {shape}"
+
+
+def _open(path: Path) -> Table | _Arrays:
+    """Open a file of any kind."""
+    magic = read_magic(path)
+    if magic.startswith((_ZIP_MAGIC, _NPY_MAGIC)):
+        return _Arrays(path, is_archive=magic.startswith(_ZIP_MAGIC))
     if magic.startswith(_PARQUET_MAGIC):
         return Table(path, [path], ParquetBlocks, "parquet")
     if b"\0" in magic and not magic.startswith((_GZIP_MAGIC, *UTF16_MARKS)):
@@ -430,70 +207,95 @@ def _table(path: Path, magic: bytes) -> Table:
     return Table(path, [path], DelimitedBlocks, "csv")
 
 
-def _read_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
-    shapes, where = npz_shapes(path), quote_name(path, limit=300)
-    if named.keys() & {""} and named[""] in shapes and shapes[named[""]][1].kind not in "fiub":
-        raise DataError(
-            f"{where}: array {quote_name(named[''])} has type {shapes[named['']][1]}, expected numbers", path=path
-        )
-    if not shapes:
-        raise DataError(f"{where} has no arrays; expected an npz file with predictions", path=path)
-    is_named = {name for key, name in named.items() if key != LABEL}
-    real = {name: shape for name, (shape, dtype) in shapes.items() if dtype.kind == "f" or name in is_named}
-    absent = next((name for name in is_named if name not in shapes), None)
-    if absent is not None:
-        raise DataError(
-            f"{where} has no array {quote_name(absent)}; it has {format_names(list(shapes), limit=20)}",
-            code="no_column",
-            path=path,
-        )
-    chosen = find_arrays(real, named, wanted, where)
-    (name,) = chosen.names
-    if len(shapes[name][0]) == 1:
-        _check_not_of_predicted(name, shapes, where, path)
-    labels = find_labels(list(shapes), named, where) if has_labels or LABEL in named else ()
-    others = [one for one in (_CLASSES, _MUTUAL_INFO) if one in shapes and shapes[one][1].kind in "Uf" and one != name]
-    arrays = read_npz(path, [name, *_single(labels, where), *others, *chosen.others])
-    values = _two_axes(arrays[name], f"{where}: array {quote_name(name)}")
-    for other in chosen.others:
-        _check_agreement(values, _two_axes(arrays[other], f"{where}: array {quote_name(other)}"), (name, other), path)
-    classes = _class_names(arrays.get(_CLASSES), values.shape[1])
-    own = _check_label_array(arrays[labels[0]], classes, f"{where}: array {quote_name(labels[0])}") if labels else None
-    note = format_unlabelled_note(labels) if labels and own is None else ""
-    mutual_info = _select_per_example(arrays.get(_MUTUAL_INFO), len(values))
-    return FilePredictions(path, name, values, chosen.holds, classes, own, mutual_info, note=note)
+def _columns(source: Table | _Arrays) -> Columns:
+    return Columns(source.columns, quote_name(source.path, limit=300), noun=source.noun)
 
 
-def _read_table(table: Table, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> FilePredictions:
-    where = quote_name(table.path, limit=300)
-    if not named.keys() - {LABEL}:
-        check_points(table, where)
-        check_cells(table, prediction_like_columns(table.columns, TEXT), where)
-    chosen = find_columns(table.columns, named, wanted, where)
-    if len(chosen.names) == 1:
-        _check_not_of_predicted(chosen.names[0], table.columns, where, table.path)
-    _check_one_origin(table, where)
-    label_names = find_labels(list(table.columns), named, where) if has_labels or LABEL in named else ()
-    if has_labels and not label_names and chosen.classes is not None:
-        of_each = [f"label_{name}" for name in chosen.classes]
-        label_names = tuple(of_each) if set(of_each) <= table.columns.keys() else ()
-    further = [name for name in table.columns if name == _MUTUAL_INFO and name not in chosen.names]
-    raw = table.values([*label_names, *further])
-    if len(table) == 0:
-        raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
-    values = read_numbers(table, chosen.names, where)
-    if chosen.others:
-        _check_agreement(
-            values, read_numbers(table, chosen.others, where), (chosen.names[0], chosen.others[0]), table.path
-        )
-    unordered = () if chosen.is_ordered else chosen.names
-    own = raw[: len(label_names)]
-    labels = _read_label_columns(table, label_names, own, chosen.classes, where, unordered) if label_names else None
-    mutual_info = _real(raw[-1]) if further else None
-    note = format_unlabelled_note(label_names) if label_names and labels is None else ""
-    return FilePredictions(
-        table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info, unordered, note
+def _read_matrix(source: Table | _Arrays, names: Sequence[str], where: str) -> np.ndarray:
+    """Return predictions (N, C); a vector becomes a single column. Raises DataError if there are none."""
+    if isinstance(source, Table):
+        if len(source) == 0:
+            raise DataError(f"{where} has no rows", code="empty_split", path=source.path)
+        return read_numbers(source, names, where)
+    return np.concatenate(
+        [_two_axes(source.read(name), f"{where}: array {quote_name(name)}") for name in names], axis=1
     )
+
+
+_BLOCK_VALUES = 1 << 20  # values read at once
+
+
+def read_numbers(table: Table, names: Sequence[str], where: str) -> np.ndarray:
+    """Return columns of numbers, or a list column, as (N, C) float64.
+
+    Raises:
+        DataError: a cell is not a number, or lists differ in length.
+    """
+    if (numbers := table.numbers(names)) is not None:
+        return numbers
+    size = max(1, _BLOCK_VALUES // max(8, len(names)))
+    is_list = len(names) == 1 and table.columns[names[0]] == LIST
+    found = []
+    for start in range(0, len(table), size):
+        columns = table.read(np.arange(start, min(start + size, len(table))), names)
+        try:
+            block = np.array(columns[0] if is_list else columns, np.float64)
+        except (ValueError, TypeError):
+            raise _invalid_number_error(columns, names, start, where, is_list=is_list) from None
+        found.append(block if is_list else block.T)
+        if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
+            raise DataError(
+                f"{where}: the lists in column {quote_name(names[0])} have different lengths", path=table.path
+            )
+    return np.concatenate(found)
+
+
+def _invalid_number_error(
+    columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
+) -> DataError:
+    """Return the error for the first value in a block of columns that is not a number, or a list of another length.
+
+    Args:
+        start: first row of the block.
+    """
+    for name, column in zip(names, columns, strict=True):
+        for place, value in enumerate(column):
+            if is_list and isinstance(value, list) and len(value) != len(column[0] or ()):
+                return DataError(
+                    f"{where}: row {start + place}: column {quote_name(name)} has {len(value)} numbers, but the "
+                    f"first row has {len(column[0])}"
+                )
+            try:
+                np.float64(value) if not is_list else np.array(value, np.float64)
+            except (ValueError, TypeError):
+                return _not_number_error(where, start + place, name, value)
+    return DataError(f"{where}: column {quote_name(names[0])} has values that are not numbers")
+
+
+def _check_cells(table: Table, where: str) -> None:
+    """Raise DataError for the first cell that is not a number in a column that must hold numbers.
+
+    These are text columns that begin with a decimal comma, or that are named like predictions and at least half numeric.
+    """
+    texts = [name for name, holds in table.columns.items() if holds == TEXT]
+    first = table.read(np.zeros(min(1, len(table)), np.int64), texts)
+    odd = [(0, name, column[0]) for name, column in zip(texts, first, strict=True) if _COMMA.fullmatch(*column[:1])]
+    like = prediction_like_columns(table.columns, TEXT)
+    for name, column in zip(like, table.values(like), strict=True):
+        rows = [row for row, value in enumerate(column) if not is_number(value)]
+        if 0 < 2 * len(rows) <= len(column):
+            odd.append((rows[0], name, column[rows[0]]))
+    if odd:
+        raise _not_number_error(where, *min(odd, key=lambda one: one[0]))
+
+
+def _not_number_error(where: str, row: int, name: str, value: Any) -> DataError:
+    came = quote_name(value) if value not in ("", None) else "nothing"
+    hint = f"use a decimal point: {value.replace(',', '.')}" if _COMMA.fullmatch(str(value)) else None
+    return DataError(f"{where}: row {row}, column {quote_name(name)}: expected a number, got {came}", hint=hint)
+
+
+_COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+([eE][-+]?[0-9]+)?\s*")  # a number with a decimal comma
 
 
 def _check_not_of_predicted(name: str, names: Collection[str], where: str, path: Path) -> None:
@@ -507,28 +309,6 @@ def _check_not_of_predicted(name: str, names: Collection[str], where: str, path:
             hint="write the table with predict \0probabilities\0, or score a prediction file from the run folder" if is_ours
             else "give one column per class (p_NAME); if the column holds the probability of class 1, rename it to "
                 f"something other than {name}",
-        )  # fmt: skip
-
-
-def _check_agreement(probs: np.ndarray, logits: np.ndarray, names: tuple[str, str], path: Path) -> None:
-    """Raise DataError if logits (N, C) contradict the probabilities (softmax if rows sum to 1, else sigmoid)."""
-    if probs.shape != logits.shape:
-        return
-    apart = 0.0
-    for start in range(0, len(probs), _ROWS):
-        block, own = probs[start : start + _ROWS], np.asarray(logits[start : start + _ROWS], np.float64)
-        if block.shape[1] > 1 and np.allclose(block.sum(axis=1), 1, atol=_ROUNDING):
-            with np.errstate(invalid="ignore"):  # infinite ones are refused when scored
-                raised = np.exp(own - own.max(axis=1, keepdims=True))
-            made = raised / raised.sum(axis=1, keepdims=True)
-        else:
-            made = 0.5 + np.tanh(own / 2) / 2
-        apart = max(apart, float(np.abs(made - block).max()))
-    if apart > _ROUNDING:
-        raise DataError(
-            f"{quote_name(path, limit=300)}: {quote_name(names[0])} and {quote_name(names[1])} disagree: probabilities "
-                f"computed from the logits differ by up to {apart:.3g}",
-            code="which", hint=f"choose one: FILE:probs={names[0]} or FILE:logits={names[1]}", path=path,
         )  # fmt: skip
 
 
@@ -546,19 +326,19 @@ def _check_one_origin(table: Table, where: str) -> None:
         )  # fmt: skip
 
 
-def _read_label_columns(
-    table: Table,
-    names: Sequence[str],
-    values: Sequence[Sequence[Any]],
-    classes: tuple[str, ...] | None,
-    where: str,
-    unordered: tuple[str, ...],
+def _read_labels(
+    source: Table | _Arrays, names: Sequence[str], classes: tuple[str, ...] | None, unordered: tuple[str, ...]
 ) -> np.ndarray | None:
-    """Return the labels in one column, or multi-label labels in one column each."""
+    """Return the labels in one column, or multi-label labels in one column each; None if there are none.
+
+    Args:
+        unordered: as in FilePredictions.
+    """
+    values, where = source.values(names), quote_name(source.path, limit=300)
     if len(names) > 1:
         return convert_multi_labels(dict(zip(names, values, strict=True)), where=where).numbers
-    column = f"{where}: column {quote_name(names[0])}"
-    own = table.class_names.get(names[0])
+    column = f"{where}: {source.noun} {quote_name(names[0])}"
+    own = source.class_names.get(names[0])
     if own is not None and classes is not None and {*own} == {*classes}:  # its numbers refer to its own names
         numbers = convert_labels(values[0], own, where=column).numbers
         return None if numbers is None else np.array([classes.index(name) for name in own])[numbers]
@@ -607,19 +387,6 @@ def _check_ordered(unordered: tuple[str, ...], where: str) -> None:
         )  # fmt: skip
 
 
-def _check_label_array(
-    array: np.ndarray, classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
-) -> np.ndarray | None:
-    """Check the labels of an array; None if all are -1, as for unlabelled examples."""
-    if array.dtype.kind in "US" and array.ndim == 1:
-        return _convert_labels([str(value) for value in array.astype(str).tolist()], classes, where, unordered)
-    if array.dtype.kind in "if" and array.ndim == 1 and len(array) and (array == -1).all():
-        return None
-    if array.ndim == 1:
-        _check_ordered(unordered, where)
-    return check_labels(np.asarray(array), num_rows=len(array) if array.ndim else 0, where=where)
-
-
 def _two_axes(array: np.ndarray, where: str) -> np.ndarray:
     """Return (N, C) numbers; a vector becomes a single column. Raises DataError otherwise."""
     if array.dtype.kind not in "fiub":
@@ -634,29 +401,6 @@ def _two_axes(array: np.ndarray, where: str) -> np.ndarray:
     if array.dtype.kind != "f":
         array = array.astype(np.float64)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def _class_names(array: np.ndarray | None, num_classes: int) -> tuple[str, ...] | None:
-    is_there = array is not None and array.dtype.kind == "U" and array.shape == (num_classes,)
-    return tuple(map(str, array.tolist())) if is_there and array is not None else None
-
-
-def _select_per_example(array: np.ndarray | None, num_rows: int) -> np.ndarray | None:
-    """Return finite numbers (N,) of the examples, or None."""
-    return array if array is not None and array.shape == (num_rows,) and np.isfinite(array).all() else None
-
-
-def _real(values: Sequence[Any]) -> np.ndarray | None:
-    try:
-        return _select_per_example(np.array(values, np.float64), len(values))
-    except (ValueError, TypeError):
-        return None
-
-
-def _single(names: tuple[str, ...], where: str) -> tuple[str, ...]:
-    if len(names) > 1:
-        raise DataError(f"{where}: expected the labels in a single array; got {', '.join(map(quote_name, names))}")
-    return names
 
 
 def _read_npy(path: Path) -> np.ndarray:

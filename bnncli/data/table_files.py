@@ -454,6 +454,8 @@ class Table:
         class_names: of numeric columns, if the files state them.
     """
 
+    noun = "column"
+
     def __init__(
         self,
         path: Path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +14,13 @@ import numpy as np
 from PIL import Image
 
 from bnncli.data.arrays import TOKEN_IDS
+from bnncli.data.columns import INPUTS, LABEL, Columns, Roles, find_roles, split_place
 from bnncli.data.labels import IF_UNKNOWN, check_labels
 from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
 from bnncli.data.sound import Sound, check_decodable, decode_sound
-from bnncli.data.table_files import FILE, LIST, REAL, TEXT, WHOLE, Blocks, Table, files_of
+from bnncli.data.table_files import FILE, LIST, Blocks, Table, files_of
 from bnncli.data.transform import normalise_dtype
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import DataError
 from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
@@ -29,175 +30,11 @@ if TYPE_CHECKING:
     from bnncli.data.splits import Stored
 
 
-_KEYS = ("text", "image", "audio", "x", "label")
-_TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "tweet", "document", "body", "utterance")
-_TEXT_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2"))
-_FILE_NAMES = ("path", "file", "filename", "file_name")
-_AUDIO_NAMES = ("audio", "sound", "wav", "clip", "audio_path", "audio_file", *_FILE_NAMES)
-_IMAGE_NAMES = ("image", "img", "picture", "photo", "image_path", "image_file", *_FILE_NAMES)
-_NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]+)?")
-LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "sentiment", "y")
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The columns of an input, of one kind, and of the label.
-
-    Attributes:
-        kind: text, image, audio or x.
-        inputs: one column; two for a pair of texts, several for the numbers of a row.
-        labels: one column; several for a matrix of zeros and ones, one per class; none without labels.
-    """
-
-    kind: str
-    inputs: tuple[str, ...]
-    labels: tuple[str, ...]
-
-    def to_texts(self) -> list[str]:
-        """Return texts that identify these columns."""
-        return [self.kind, *self.inputs, "label", *self.labels]
-
-
-def split_columns(place: str, spelled: str) -> tuple[str, dict[str, str]]:
-    """Split off the columns named after a place: `FILE:text=COL,label=COL`.
-
-    A colon belongs to the place if such a file exists.
-
-    Args:
-        spelled: the kind, for messages.
-
-    Raises:
-        UsageError: the columns have another form.
-    """
-    if Path(place).expanduser().exists():
-        return place, {}
-    starts = [match.start() for match in re.finditer(rf":(?=(?:{'|'.join(_KEYS)})=)", place)]
-    if not starts:
-        before, colon, after = place.rpartition(":")
-        if colon and after and "=" in after and Path(before).expanduser().exists():
-            raise _form(after, spelled)
-        return place, {}
-    start = next((one for one in starts if Path(place[:one]).expanduser().exists()), starts[0])
-    return place[:start], _parse(place[start + 1 :], spelled)
-
-
-def _parse(text: str, spelled: str) -> dict[str, str]:
-    """Parse columns by key; a comma not followed by `KEY=` belongs to a name."""
-    found: dict[str, str] = {}
-    for part in re.split(rf",(?=(?:{'|'.join(_KEYS)})=)", text):
-        key, _, value = part.partition("=")
-        if key not in _KEYS or key in found or (not value and key != "label"):
-            raise _form(text, spelled)
-        found[key] = value
-    if len(found.keys() - {"label"}) > 1:
-        raise UsageError(f"\0data\0 {spelled}: expected only one of text=, image=, audio= and x=; got {text!r}")
-    return found
-
-
-def _form(text: str, spelled: str) -> UsageError:
-    return UsageError(
-        f"\0data\0 {spelled}: expected columns such as text=COL,label=COL (keys: "
-        f"{', '.join(f'{key}=' for key in _KEYS)}); got {text!r}"
-    )
-
-
-def find_roles(
-    columns: Mapping[str, str], named: Mapping[str, str], *, takes: str | None, where: str, spelled: str
-) -> Roles:
-    """Find the columns of input and label.
-
-    Args:
-        columns: what each holds.
-        named: as from `divide`.
-        takes: images, texts or audio, if the model says so.
-        where: the table, for messages.
-
-    Raises:
-        DataError: a named column does not exist.
-        UsageError: input or label are missing or ambiguous, or the header looks like an example.
-    """
-    labels = _label_columns(columns, named, where, spelled)
-    numbers = [name for name, holds in columns.items() if holds in (WHOLE, REAL) and _NUMBER.fullmatch(name)]
-    if numbers and not labels and named.keys().isdisjoint(("label", "x")):
-        raise UsageError(
-            f"\0data\0 {spelled}: {where} has no label column, and a column name is a number: {format_names(columns)} "
-            "(is the header line missing?)",
-            hint=f"add a header line, or name the label column: {spelled}:FILE:label={numbers[0]} (label= if there is "
-            "none)",
-        )
-    for kind in named.keys() - {"label"}:
-        inputs = _resolve_columns(named[kind], columns, where)
-        if kind != "x" and len(inputs) > (2 if kind == "text" else 1):
-            most = "one column, or two for pairs" if kind == "text" else "one column"
-            raise UsageError(f"\0data\0 {spelled}: {kind}= takes {most}; got {named[kind]!r}")
-        return Roles(kind, inputs, labels)
-    others = {name: holds for name, holds in columns.items() if name not in labels}
-    if takes == "images" or (takes is None and FILE in others.values()):
-        return Roles("image", _one(_files(others, _IMAGE_NAMES), others, "image", where, spelled), labels)
-    if takes == "audio":
-        return Roles("audio", _one(_files(others, _AUDIO_NAMES), others, "audio", where, spelled), labels)
-    return Roles("text", _texts(others, where, spelled), labels)
-
-
-def _label_columns(columns: Mapping[str, str], named: Mapping[str, str], where: str, spelled: str) -> tuple[str, ...]:
-    if "label" in named:
-        names = _resolve_columns(named["label"], columns, where) if named["label"] else ()
-        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
-        if twice is not None:
-            raise UsageError(f"\0data\0 {spelled}: label= names column {quote_name(twice)} twice")
-        return names
-    found = [name for name in columns if name.casefold() in LABEL_NAMES]
-    if len(found) > 1:
-        raise UsageError(
-            f"\0data\0 {spelled}: several columns of {where} could be the label: {format_names(found)}",
-            hint=f"choose one: {spelled}:FILE:label={found[0]}",
-        )
-    return tuple(found)
-
-
-def _texts(others: Mapping[str, str], where: str, spelled: str) -> tuple[str, ...]:
-    """Return a single column of texts, or the two of a well-known pair."""
-    texts = [name for name, holds in others.items() if holds == TEXT]
-    folded = {name.casefold(): name for name in texts}
-    for pair in _TEXT_PAIRS:
-        if all(name in folded for name in pair):
-            return folded[pair[0]], folded[pair[1]]
-    known = [folded[name] for name in _TEXT_NAMES if name in folded]
-    return _one(known or texts, others, "text", where, spelled)
-
-
-def _files(others: Mapping[str, str], known: Collection[str]) -> list[str]:
-    """Return columns of encoded files, or of paths to them, recognised by name."""
-    stored = [name for name, holds in others.items() if holds == FILE]
-    return stored or [name for name, holds in others.items() if holds == TEXT and name.casefold() in known]
-
-
-def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spelled: str) -> tuple[str, ...]:
-    """Return the single column found. Raises UsageError for none or several."""
-    if len(found) == 1:
-        return (found[0],)
-    if found:
-        message = f"several columns of {where} could be the {kind}: {format_names(found, limit=20)}"
-        both = f", or use both as a pair: {kind}={found[0]}+{found[1]}" if kind == "text" else ""
-        hint = f"choose one: {spelled}:FILE:{kind}={found[0]}{both}"
-    else:
-        every = ", ".join(f"{quote_name(name)} ({holds})" for name, holds in list(others.items())[:20]) or "none"
-        message = f"found no {kind} column in {where}; its columns, apart from the label: {every}"
-        numbers = [name for name, holds in others.items() if holds in (WHOLE, REAL, LIST)]
-        as_numbers = f", or use numbers as inputs: x={'+'.join(numbers[:3])}" if numbers and kind == "text" else ""
-        hint = f"name the column: {spelled}:FILE:{kind}=COLUMN{as_numbers}"
-    raise UsageError(f"\0data\0 {spelled}: {message}", hint=hint)
-
-
-def _resolve_columns(text: str, columns: Mapping[str, str], where: str) -> tuple[str, ...]:
-    """Return one column or several joined by +, which belongs to a name if such a column exists."""
-    names = (text,) if text in columns else tuple(text.split("+"))
-    for name in names:
-        if name not in columns:
-            raise DataError(
-                f"{where} has no column {quote_name(name)}; it has {format_names(columns, limit=20)}", code="no_column"
-            )
-    return names
+def split_columns(place: str, kind: str) -> tuple[str, dict[str, str]]:
+    """Split off the columns named after a place, as `split_place` does: `FILE:text=COL,label=COL`."""
+    expected = f"\0data\0 {kind}: expected columns such as text=COL,label=COL"
+    path, named = split_place(place, INPUTS, f"{expected} (keys: {', '.join(f'{key}=' for key in (*INPUTS, LABEL))})")
+    return (place, {}) if not named or "" in named else (str(path), named)
 
 
 _WHOLE = re.compile(r"[+-]?\d+")
@@ -283,7 +120,7 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
         raise _mixed_truths_error(values, row, where)
     numbers = _array(values, where)
     # the usual form of published test splits
-    if numbers.dtype.kind in "iu" and numbers.ndim == 1 and (numbers == -1).all():
+    if numbers.dtype.kind in "iuf" and numbers.ndim == 1 and (numbers == -1).all():
         return Labels(None, names)
     found = check_labels(numbers, num_rows=len(values), where=where)
     if names is not None and len(found) and found.max() >= len(names):
@@ -470,7 +307,7 @@ class TableDataset:
         """Return digests of the files and of images or sound they name, the columns, class names, and the rows."""
         found = {
             "sha256": np.array(self._digests(progress)),
-            "columns": np.array(self.roles.to_texts()),
+            "columns": np.array([self.roles.kind, *self.roles.inputs, "label", *self.roles.labels]),
             "classes": np.array(self.classes or (), dtype=str),
             "rows": rows,
         }
@@ -500,7 +337,7 @@ class TableDataset:
             try:
                 array = np.array(_parse_floats(column), np.float32)
             except (ValueError, TypeError):
-                odd = next((place for place, value in enumerate(column) if not _is_number(value)), 0)
+                odd = next((place for place, value in enumerate(column) if not is_number(value)), 0)
                 raise self._odd(int(rows[odd]), name, "a number", column[odd]) from None
             arrays.append(array.reshape(len(rows), -1))
         return np.concatenate(arrays, axis=1)
@@ -585,7 +422,7 @@ def table_dataset(table: Table, named: Mapping[str, str], preprocess: Preprocess
     """
     where = quote_name(table.path, limit=300)
     takes = None if preprocess.transform is None else preprocess.transform.takes
-    roles = find_roles(table.columns, named, takes=takes, where=where, spelled=spelled)
+    roles = find_roles(Columns(table.columns, where, spelled), named, takes=takes)
     has_paths = roles.kind in ("image", "audio") and table.columns[roles.inputs[0]] != FILE
     values = table.values([*roles.labels, *(roles.inputs if has_paths else ())])
     if len(table) == 0:
@@ -619,7 +456,8 @@ def _labels(table: Table, roles: Roles, values: list[list[Any]], where: str) -> 
     return convert_multi_labels(dict(zip(roles.labels, values, strict=True)), where=where)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a cell is a number."""
     try:
         float(value)
     except (ValueError, TypeError):
@@ -627,97 +465,9 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-_BLOCK_VALUES = 1 << 20  # values read at once
-
-
-def read_numbers(table: Table, names: Sequence[str], where: str) -> np.ndarray:
-    """Return columns of numbers, or a list column, as (N, C) float64.
-
-    Raises:
-        DataError: a cell is not a number, or lists differ in length.
-    """
-    if (numbers := table.numbers(names)) is not None:
-        return numbers
-    size = max(1, _BLOCK_VALUES // max(8, len(names)))
-    is_list = len(names) == 1 and table.columns[names[0]] == LIST
-    found = []
-    for start in range(0, len(table), size):
-        columns = table.read(np.arange(start, min(start + size, len(table))), names)
-        try:
-            block = np.array(columns[0] if is_list else columns, np.float64)
-        except (ValueError, TypeError):
-            raise _invalid_number_error(columns, names, start, where, is_list=is_list) from None
-        found.append(block if is_list else block.T)
-        if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
-            raise DataError(
-                f"{where}: the lists in column {quote_name(names[0])} have different lengths", path=table.path
-            )
-    return np.concatenate(found)
-
-
 def _parse_floats(values: list[Any]) -> list[Any]:
     """Return numbers for texts, several times faster than NumPy does; other values unchanged."""
     return [*map(float, values)] if values and isinstance(values[0], str) else values
-
-
-def check_cells(table: Table, names: Sequence[str], where: str) -> None:
-    """Raise DataError for the first non-numeric cell of text columns that are at least half numeric."""
-    columns = table.values(names)
-    odd = {
-        name: [row for row, value in enumerate(column) if not _is_number_cell(value)]
-        for name, column in zip(names, columns, strict=True)
-    }
-    first = [(rows[0], place) for place, rows in enumerate(odd.values()) if 0 < 2 * len(rows) <= len(columns[place])]
-    if first:
-        row, place = min(first)
-        raise _not_number_error(where, row, names[place], columns[place][row])
-
-
-def check_points(table: Table, where: str) -> None:
-    """Raise DataError for a text column that begins with a number with a decimal comma."""
-    for name in [name for name, holds in table.columns.items() if holds == TEXT]:
-        (column,) = table.values([name])
-        if column and _COMMA.fullmatch(str(column[0])):
-            raise _not_number_error(where, 0, name, column[0])
-
-
-def _invalid_number_error(
-    columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
-) -> DataError:
-    """Return the error for the first value in a block of columns that is not a number, or a list of another length.
-
-    Args:
-        start: first row of the block.
-    """
-    for name, column in zip(names, columns, strict=True):
-        for place, value in enumerate(column):
-            if is_list and isinstance(value, list) and len(value) != len(column[0] or ()):
-                return DataError(
-                    f"{where}: row {start + place}: column {quote_name(name)} has {len(value)} numbers, but the "
-                    f"first row has {len(column[0])}"
-                )
-            try:
-                np.float64(value) if not is_list else np.array(value, np.float64)
-            except (ValueError, TypeError):
-                return _not_number_error(where, start + place, name, value)
-    return DataError(f"{where}: column {quote_name(names[0])} has values that are not numbers")
-
-
-def _is_number_cell(value: Any) -> bool:
-    try:
-        np.float64(value)
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
-def _not_number_error(where: str, row: int, name: str, value: Any) -> DataError:
-    came = quote_name(value) if value not in ("", None) else "nothing"
-    hint = f"use a decimal point: {value.replace(',', '.')}" if _COMMA.fullmatch(str(value)) else None
-    return DataError(f"{where}: row {row}, column {quote_name(name)}: expected a number, got {came}", hint=hint)
-
-
-_COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+([eE][-+]?[0-9]+)?\s*")  # a number with a decimal comma
 
 
 @dataclass(frozen=True)

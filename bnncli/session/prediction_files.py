@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
+from bnncli.data.columns import LOGITS, PROBS
 from bnncli.data.labels import FROM_1, common_task
 from bnncli.data.prediction_files import (
     HDF5_MAGIC,
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
     from bnncli.evaluation.detection import ExampleScores
     from bnncli.evaluation.fidelity import Forecasts, ReferencePredictions
-
-
-PROBS, LOGITS = "probs", "logits"
 
 
 class PredictionClaims(NamedTuple):
@@ -207,6 +205,7 @@ def _convert_file(given: FilePredictions, said: PredictionClaims, name: str) -> 
         probs = given.values
         if likelihood.is_exclusive and num_outputs == likelihood.num_classes:
             probs, doubt = _normalise_sums(probs, f"{where}: {quote_name(given.column)}")
+        _check_agreement(given, likelihood)
         if num_outputs < likelihood.num_classes:
             probs = np.concatenate([1 - probs, probs], axis=1)
     has_names = given.classes is not None and len(given.classes) == likelihood.num_classes
@@ -382,6 +381,24 @@ def _convert_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tupl
         energy[rows] = -likelihood.log_partitions(block).numpy()
         largest[rows] = likelihood.balanced_class_logits(block, dim=1).amax(dim=1).numpy()
     return probs, {"energy": energy, "max_logit": largest}
+
+
+_ROUNDING = 0.01  # of probabilities beside logits: two decimals, or 16 bits of either
+
+
+def _check_agreement(given: FilePredictions, likelihood: Likelihood) -> None:
+    """Raise DataError if logits beside the probabilities contradict them."""
+    if given.beside is None or given.beside[0].shape != given.values.shape or not np.isfinite(given.beside[0]).all():
+        return
+    logits, name = given.beside
+    probs, _ = _convert_logits(logits, likelihood, name)
+    apart = float(np.abs(probs[:, -given.values.shape[1] :] - given.values).max())
+    if apart > _ROUNDING:
+        raise DataError(
+            f"{quote_name(given.path, limit=300)}: {quote_name(given.column)} and {quote_name(name)} disagree: "
+                f"probabilities computed from the logits differ by up to {apart:.3g}",
+            code="which", hint=f"choose one: FILE:probs={given.column} or FILE:logits={name}", path=given.path,
+        )  # fmt: skip
 
 
 def check_together(one: GivenPredictions, other: GivenPredictions) -> None:

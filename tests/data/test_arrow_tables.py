@@ -17,9 +17,10 @@ from problems.transforms import Halved, WordLengths
 from pyarrow import parquet as pq
 
 from bnncli.data.pixels import Preprocess
+from bnncli.data.prediction_files import read_numbers
 from bnncli.data.splits import InputSplit, load_split
 from bnncli.data.table_files import ParquetBlocks, Table, feature_class_names
-from bnncli.data.tables import indicator_matrix, read_numbers
+from bnncli.data.tables import indicator_matrix
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 pytestmark = [pytest.mark.core, pytest.mark.libraries]

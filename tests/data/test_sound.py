@@ -214,7 +214,7 @@ def test_a_dataset_gives_clips_as_others_do(tmp_path: Path) -> None:
         ("audio:none", MissingInput, "no folder 'none'"),
         ("csv:a.csv", MissingInput, "no file 'gone.wav'"),
         ("csv:b.csv:audio=text", MissingInput, "no file 'gone'"),
-        ("csv:b.csv", UsageError, "no audio column in 'b.csv'"),
+        ("csv:b.csv", UsageError, "'b.csv': found no audio column"),
     ],
 )
 def test_what_is_missing_is_said_in_a_line(

@@ -19,10 +19,10 @@ from problems.transforms import Halved, WordLengths
 
 from bnncli.data.labels import match_classes
 from bnncli.data.pixels import Preprocess
+from bnncli.data.prediction_files import read_numbers
 from bnncli.data.splits import InputSplit, hold_out, load_split
 from bnncli.data.table_files import DelimitedBlocks, Table
 from bnncli.data.tables import convert_labels as numbers_of_labels
-from bnncli.data.tables import read_numbers
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError, WriteError
 from bnncli.progress import SILENT
 
@@ -163,6 +163,8 @@ def test_numbers_are_inputs_where_they_are_named(tmp_path: Path) -> None:
     batch = next(split.batches(5))
     np.testing.assert_allclose(batch.inputs, [[2.5, 1], [1e-3, -3]], rtol=1e-6)
     assert labels_of(split) == [0, 1]
+    path = write(tmp_path / "b.csv", [["f_1", "other", "f_2"], [1, "x", 2]])
+    np.testing.assert_array_equal(next(load_split(f"csv:{path}:x=f_*").batches(5)).inputs, [[1, 2]])
 
 
 @pytest.mark.long
@@ -343,7 +345,7 @@ BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
     "negative labels": ("csv", b"text,label\na,0\nb,-1\n", DataError, "row 1 has -1"),
     "two columns of a name": ("csv", b"text,text,label\na,b,1\n", DataError, "several columns named 'text'"),
     "two texts": ("csv", b"review,content,y\na,b,1\n", UsageError, "could be the text: 'review', 'content'"),
-    "two labels": ("csv", b"text,label,class\na,0,1\n", UsageError, "could be the label: 'label', 'class'"),
+    "two labels": ("csv", b"text,label,class\na,0,1\n", UsageError, "could be the labels: 'label', 'class'"),
     "no texts": ("csv", b"a,b,label\n1,2.5,0\n", UsageError, r"'a' \(whole numbers\), 'b' \(real numbers\)$"),
     "odd tabs": ("tsv", b"text\tlabel\na\t1\nb\tc\td\n", DataError, r"row 1 \(line 3\) has 3 fields"),
     "no objects": ("jsonl", b"\n", DataError, "is empty: expected one JSON object per line"),
@@ -386,7 +388,7 @@ NAMED_BAD: dict[str, tuple[Any, type[BnnError], str]] = {
     ":text=absent": (WordLengths(), DataError, "has no column 'absent'; it has 'text', 'label'"),
     ":label=absent": (WordLengths(), DataError, "has no column 'absent'"),
     ":text=text+absent": (WordLengths(), DataError, "has no column 'absent'"),
-    ":text=text,x=label": (WordLengths(), UsageError, "expected only one of text=, image=, audio= and x="),
+    ":text=text,x=label": (WordLengths(), UsageError, "with only one of text=, image=, audio= and x="),
     ":text=": (WordLengths(), UsageError, "expected columns such as text=COL,label=COL"),
     ":words=text": (WordLengths(), UsageError, "expected columns such as text=COL,label=COL.*got 'words=text'"),
     ":text=text+label+text": (WordLengths(), UsageError, "text= takes one column, or two for pairs"),
