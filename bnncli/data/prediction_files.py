@@ -222,9 +222,6 @@ def _read_matrix(source: Table | _Arrays, names: Sequence[str], where: str) -> n
     )
 
 
-_BLOCK_VALUES = 1 << 20  # values read at once
-
-
 def read_numbers(table: Table, names: Sequence[str], where: str) -> np.ndarray:
     """Return columns of numbers, or a list column, as (N, C) float64.
 
@@ -233,43 +230,21 @@ def read_numbers(table: Table, names: Sequence[str], where: str) -> np.ndarray:
     """
     if (numbers := table.numbers(names)) is not None:
         return numbers
-    size = max(1, _BLOCK_VALUES // max(8, len(names)))
-    is_list = len(names) == 1 and table.columns[names[0]] == LIST
     found = []
-    for start in range(0, len(table), size):
-        columns = table.read(np.arange(start, min(start + size, len(table))), names)
-        try:
-            block = np.array(columns[0] if is_list else columns, np.float64)
-        except (ValueError, TypeError):
-            raise _invalid_number_error(columns, names, start, where, is_list=is_list) from None
-        found.append(block if is_list else block.T)
-        if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
-            raise DataError(
-                f"{where}: the lists in column {quote_name(names[0])} have different lengths", path=table.path
-            )
-    return np.concatenate(found)
-
-
-def _invalid_number_error(
-    columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
-) -> DataError:
-    """Return the error for the first value in a block of columns that is not a number, or a list of another length.
-
-    Args:
-        start: first row of the block.
-    """
-    for name, column in zip(names, columns, strict=True):
-        for place, value in enumerate(column):
-            if is_list and isinstance(value, list) and len(value) != len(column[0] or ()):
-                return DataError(
-                    f"{where}: row {start + place}: column {quote_name(name)} has {len(value)} numbers, but the "
-                    f"first row has {len(column[0])}"
+    for name, column in zip(names, table.values(names), strict=True):
+        size = len(column[0]) if isinstance(column[0], list) else 0
+        for row, value in enumerate(column):
+            if isinstance(value, list) and len(value) != size:
+                raise DataError(
+                    f"{where}: row {row}: column {quote_name(name)} has {len(value)} numbers, but the first row has {size}"
                 )
-            try:
-                np.float64(value) if not is_list else np.array(value, np.float64)
-            except (ValueError, TypeError):
-                return _not_number_error(where, start + place, name, value)
-    return DataError(f"{where}: column {quote_name(names[0])} has values that are not numbers")
+            if not (isinstance(value, list) or value is None or is_number(value)):
+                raise _not_number_error(where, row, name, value)
+        try:
+            found.append(np.array(column, np.float64).reshape(len(column), -1))
+        except (ValueError, TypeError):
+            raise DataError(f"{where}: column {quote_name(name)} has values that are not numbers") from None
+    return np.concatenate(found, axis=1)
 
 
 def _check_cells(table: Table, where: str) -> None:
@@ -278,8 +253,8 @@ def _check_cells(table: Table, where: str) -> None:
     These are text columns that begin with a decimal comma, or that are named like predictions and at least half numeric.
     """
     texts = [name for name, holds in table.columns.items() if holds == TEXT]
-    first = table.read(np.zeros(min(1, len(table)), np.int64), texts)
-    odd = [(0, name, column[0]) for name, column in zip(texts, first, strict=True) if _COMMA.fullmatch(*column[:1])]
+    first = table.read(np.arange(min(1, len(table))), texts)
+    odd = [(0, name, cell) for name, cells in zip(texts, first, strict=True) for cell in cells if _has_comma(cell)]
     like = prediction_like_columns(table.columns, TEXT)
     for name, column in zip(like, table.values(like), strict=True):
         rows = [row for row, value in enumerate(column) if not is_number(value)]
@@ -289,13 +264,15 @@ def _check_cells(table: Table, where: str) -> None:
         raise _not_number_error(where, *min(odd, key=lambda one: one[0]))
 
 
+def _has_comma(value: object) -> bool:
+    """Return whether a cell is a number with a decimal comma."""
+    return re.fullmatch(r"\s*[-+]?[0-9]+,[0-9]+([eE][-+]?[0-9]+)?\s*", str(value)) is not None
+
+
 def _not_number_error(where: str, row: int, name: str, value: Any) -> DataError:
     came = quote_name(value) if value not in ("", None) else "nothing"
-    hint = f"use a decimal point: {value.replace(',', '.')}" if _COMMA.fullmatch(str(value)) else None
+    hint = f"use a decimal point: {value.replace(',', '.')}" if _has_comma(value) else None
     return DataError(f"{where}: row {row}, column {quote_name(name)}: expected a number, got {came}", hint=hint)
-
-
-_COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+([eE][-+]?[0-9]+)?\s*")  # a number with a decimal comma
 
 
 def _check_not_of_predicted(name: str, names: Collection[str], where: str, path: Path) -> None:

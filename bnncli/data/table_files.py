@@ -19,6 +19,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from glob import glob
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -509,19 +510,18 @@ class Table:
         return found
 
     def numbers(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return some columns as (N, columns) float64; None if any value is missing or not a finite number.
+        """Return some columns, or lists of L numbers, as float64 (N, columns or L); None if any is not a finite number.
 
         Numbers in texts are rounded correctly, as by `float`.
         """
-        found = np.empty((len(self), len(names)))
-        start = 0
+        found, start = np.empty((len(self), len(names))), 0
         for _, batch in self._scan(names):
             try:
-                columns = [batch.column(name).cast("float64") for name in names]
-            except (pyarrow.ArrowException, KeyError):
+                part = np.column_stack([_convert_to_floats(batch.column(name)) for name in names])
+                found = found if start else np.empty((len(self), part.shape[1]))
+                found[start : start + len(batch)] = part
+            except (pyarrow.ArrowException, KeyError, ValueError):
                 return None
-            for place, column in enumerate(columns):  # to_numpy imports pandas if it is installed
-                found[start : start + len(batch), place] = np.nan if column.null_count else np.from_dlpack(column)
             start += len(batch)
         return found if np.isfinite(found).all() else None
 
@@ -593,6 +593,19 @@ class Table:
             raise DataError(f"{shown} is not a complete {self._spelled} file: {why}", path=file) from error
 
 
+def _convert_to_floats(column: Any) -> np.ndarray:
+    """Return the numbers (n,) of a column, or (n, L) of lists. Raises ValueError, also as ArrowInvalid, for others."""
+    from pyarrow import compute
+
+    if column.null_count:
+        raise ValueError("a value is missing")
+    if _classify_type(column.type) != LIST:
+        found: np.ndarray = np.from_dlpack(column.cast("float64"))  # to_numpy imports pandas if it is installed
+        return found
+    (size,) = compute.unique(compute.list_value_length(column)).to_pylist()
+    return _convert_to_floats(column.flatten()).reshape(len(column), size)
+
+
 class _Position(NamedTuple):
     """The batch that was read last, and those after it in its block."""
 
@@ -620,10 +633,7 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
                 hint=f"use a pattern, such as {spelled}:{path}/**/{splits[0]}-*{found[0].suffix}",
             )
     elif any(letter in place for letter in "*?[") and not path.exists():
-        fixed = Path(
-            *[part for part in path.parts if not any(letter in part for letter in "*?[")][: _first_pattern(path)]
-        )
-        found = [file for file in fixed.glob(str(path.relative_to(fixed))) if file.is_file()]
+        found = [Path(file) for file in glob(str(path), recursive=True) if Path(file).is_file()]
     else:
         return path, [path]
     if not found:
@@ -634,11 +644,6 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
         )
         raise DataError(what, path=path, code="empty_split")
     return path, sorted(found, key=by_number)
-
-
-def _first_pattern(path: Path) -> int:
-    """Return the number of path components before the first pattern."""
-    return next(place for place, part in enumerate(path.parts) if any(letter in part for letter in "*?["))
 
 
 def _is_shown(file: Path, folder: Path) -> bool:

@@ -368,13 +368,13 @@ PLAIN = {
     "half floats": [pa.array(np.array([0.1, 2, 3], np.float16))],
     "truth values": [[True, False, True], [0.5, 0.5, 0.5]],
     "texts": [["0.5", "1e3", "-7"]],
+    "lists": [[[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]]],
+    "lists of a size": [pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2))],
+    "large lists": [pa.array([[1, 2], [3, 4], [5, 6]], pa.large_list(pa.int64()))],
 }
 OTHER: dict[str, list[Any]] = {
     "NaN": [[float("nan"), 1e308, 0.1]],
     "large whole numbers": [pa.array([2**64 - 1, 2**53 + 1, 0], pa.uint64()), pa.array([-(2**63), 2**53 + 3, 7])],
-    "lists": [[[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]]],
-    "lists of a size": [pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2))],
-    "large lists": [pa.array([[1, 2], [3, 4], [5, 6]], pa.large_list(pa.int64()))],
     "missing": [[0.5, None, 1.0], [1.0, 2.0, 3.0]],
     "other texts": [["0.5", " 1e3", "1_0"]],
     "a missing number in a list": [[[0.25, None], [0.5, 0.5], [1.0, 0.0]]],
