@@ -9,11 +9,10 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 from bnncli import registry
 from bnncli.artifacts.files import read_header
@@ -21,6 +20,9 @@ from bnncli.artifacts.hdf5 import array_shapes
 from bnncli.artifacts.headers import Header, check_is_file
 from bnncli.artifacts.posteriors import tensor_shapes
 from bnncli.data import sound
+from bnncli.data.arrays import npz_shapes
+from bnncli.data.columns import Columns, find_roles
+from bnncli.data.table_files import TEXT
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.models.build import recognise_networks
 from bnncli.models.checkpoint_files import sniff, sniff_zip
@@ -34,7 +36,7 @@ from bnncli.options.declaration import spell_options
 from bnncli.options.shared import IDENTITY
 from bnncli.registry import has_name
 from bnncli.session.run import Result, Run, Table
-from bnncli.system.input_files import convert_read_errors, is_failure, open_regular, read_object
+from bnncli.system.input_files import convert_read_errors, open_regular, read_object
 
 COMMAND = Command(
     "Show what is in a file: kind, shapes, parameters, provenance, digests.",
@@ -433,8 +435,6 @@ def _identify_by_name(path: Path) -> Finding | None:
 
 
 _TABLES = ("csv", "tsv", "jsonl", "parquet", "arrow")
-_TEXT = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "title", "question")
-_LABEL = ("label", "labels", "target", "class", "category", "sentiment", "y")
 
 
 def identify_table(path: Path) -> Finding | None:
@@ -445,12 +445,11 @@ def identify_table(path: Path) -> Finding | None:
     found, columns = Finding(kind), _columns(path, kind)
     if columns:
         found.add("columns", ", ".join(columns), key="columns")
-    text = next((name for name in columns if name.lower() in _TEXT), None)
-    label = next((name for name in columns if name.lower() in _LABEL), None)
-    named = [
-        f"{what}={name}" for what, name in (("text", text), ("label", label)) if name is not None and "," not in name
-    ]
-    found.suggested = data_line(f"{kind}:{path}" + (f":{','.join(named)}" if len(named) == 2 else ""))
+    named = ""
+    with suppress(BnnError):  # several columns could be the text, or none
+        roles = find_roles(Columns(dict.fromkeys(columns, TEXT), str(path), kind), {}, takes="texts")
+        named = f":text={'+'.join(roles.inputs)},label={'+'.join(roles.labels)}" if roles.labels else ""
+    found.suggested = data_line(f"{kind}:{path}{named}")
     return found
 
 
@@ -463,7 +462,7 @@ _LINE = 1 << 20
 
 
 def _columns(path: Path, kind: str) -> list[str]:
-    """Return the names of the columns; empty where reading them needs another library."""
+    """Return the names of the columns of text; none for other tables."""
     if kind in ("parquet", "arrow"):
         return []
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
@@ -508,7 +507,7 @@ def identify_npz(path: Path) -> Finding:
     Raises:
         DataError: the archive is damaged.
     """
-    shapes = _npz_shapes(path)
+    shapes = {name: (str(dtype), shape) for name, (shape, dtype) in npz_shapes(path).items()}
     found = Finding("npz")
     for name, described in shapes.items():
         found.add(f"array {quote_name(name)}", f"{described[0]} {described[1]}")
@@ -519,30 +518,6 @@ def identify_npz(path: Path) -> Finding:
         found.suggested = format_command_line("extract-features", str(path.with_suffix("")), from_npz=str(path))
     else:
         found.suggested = _suggest_split_command(path, shapes)
-    return found
-
-
-def _npz_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the type and shape of each array, from the headers."""
-    found = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                with archive.open(name) as stream:
-                    version = np.lib.format.read_magic(stream)
-                    read = (
-                        np.lib.format.read_array_header_1_0
-                        if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0
-                    )
-                    shape, _, dtype = read(stream)
-                    found[name.removesuffix(".npy")] = (str(dtype), tuple(shape))
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        if is_failure(error):
-            raise
-        raise DataError(
-            f"{quote_name(path, limit=300)}: the npz archive is damaged", code="truncated", path=path
-        ) from error
     return found
 
 

@@ -197,7 +197,7 @@ def _mixed_truths_error(values: Sequence[Any], row: int, where: str) -> DataErro
 def _number_by_name(values: Sequence[str], where: str) -> Labels:
     """Number texts as class names in sorted order. Raises DataError if they are real numbers."""
     classes = sorted(set(values))
-    if all(_is_real(name) for name in classes):
+    if all(is_number(name) for name in classes):
         if all(float(name).is_integer() for name in classes):
             message = f"{where}: labels must be integers, counted from 0; row 0 has {quote_name(values[0])}"
             raise DataError(message, code="bad_labels", hint=f"write {float(values[0]):.0f}, without a decimal point")
@@ -230,14 +230,6 @@ def _array(values: Sequence[Any], where: str) -> np.ndarray:
             code="bad_labels",
         )
     return numbers
-
-
-def _is_real(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 class _File(NamedTuple):

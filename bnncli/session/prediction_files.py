@@ -275,11 +275,7 @@ def _infer_form(given: FilePredictions, likelihood: Likelihood, where: str) -> s
     values, column = given.values, f"{where}: {quote_name(given.column)}"
     smallest, largest = float(values.min()), float(values.max())
     if not np.isfinite([smallest, largest]).all():
-        row = next(
-            int(np.argmin(np.isfinite(np.asarray(values[r])).all(axis=1))) + r.start
-            for r in row_blocks(*values.shape)
-            if not np.isfinite(np.asarray(values[r])).all()
-        )
+        row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
         raise DataError(
             f"{column}: expected finite numbers; row {row} has NaN or infinity",
             hint=_LOG_HINT if largest <= 0 else None,
@@ -291,7 +287,7 @@ def _infer_form(given: FilePredictions, likelihood: Likelihood, where: str) -> s
         return PROBS  # errors in them are reported by the check of probabilities
     if given.holds == LOGITS:
         return LOGITS
-    if largest <= 0 and likelihood.is_exclusive and values.shape[1] > 1 and _sum_to_one(values, np.exp):
+    if largest <= 0 and _are_distributions(np.exp(values), likelihood):
         raise DataError(
             f"{column}: expected probabilities or logits; got log-probabilities",
             hint=_LOG_HINT,
@@ -315,18 +311,13 @@ def _are_within(values: NDArray) -> bool:
 
 def _are_distributions(values: NDArray, likelihood: Likelihood) -> bool:
     """Return whether the rows can be probabilities of exclusive classes."""
-    return likelihood.is_exclusive and values.shape[1] > 1 and _are_within(values) and _sum_to_one(values)
+    is_exclusive = likelihood.is_exclusive and values.shape[1] > 1
+    return is_exclusive and _are_within(values) and _sum_error(values) <= ROW_SUM_TOLERANCE
 
 
-def _sum_to_one(values: NDArray, made: Any = np.asarray) -> bool:
-    """Return whether the rows, transformed by `made`, sum to one within the tolerance for probabilities."""
-    return _sum_error(values, made) <= ROW_SUM_TOLERANCE
-
-
-def _sum_error(values: NDArray, made: Any = np.asarray) -> float:
-    """Return the largest deviation from one of the sums of rows, transformed by `made`; NaN if any row has one."""
-    blocks = (made(np.asarray(values[rows], dtype=np.float64)) for rows in row_blocks(*values.shape))
-    return float(np.max([np.abs(block.sum(axis=1) - 1).max(initial=0) for block in blocks], initial=0))
+def _sum_error(values: NDArray) -> float:
+    """Return the largest deviation from one of the sums of rows; NaN if any row has one."""
+    return float(np.abs(values.sum(axis=1, dtype=np.float64) - 1).max(initial=0))
 
 
 def _normalise_sums(values: NDArray, where: str) -> tuple[NDArray, str | None]:
