@@ -22,7 +22,7 @@ from bnncli.data.columns import (
     prediction_like_columns,
     split_place,
 )
-from bnncli.data.table_files import LIST, OTHER, REAL, TEXT, UTF16_MARKS, WHOLE, DelimitedBlocks, ParquetBlocks, Table
+from bnncli.data.table_files import LIST, OTHER, REAL, TEXT, UTF16_MARKS, WHOLE, Table, open_delimited, open_parquet
 from bnncli.data.tables import Labels, convert_labels, convert_multi_labels, format_unlabelled_note, is_number
 from bnncli.errors import DataError, Untrusted
 from bnncli.names import format_names, quote_name
@@ -197,14 +197,14 @@ def _open(path: Path) -> Table | _Arrays:
     if magic.startswith((_ZIP_MAGIC, _NPY_MAGIC)):
         return _Arrays(path, is_archive=magic.startswith(_ZIP_MAGIC))
     if magic.startswith(_PARQUET_MAGIC):
-        return Table(path, [path], ParquetBlocks, "parquet")
+        return Table(path, [path], open_parquet, "parquet")
     if b"\0" in magic and not magic.startswith((_GZIP_MAGIC, *UTF16_MARKS)):
         raise DataError(
             f"{quote_name(path, limit=300)} has an unknown format; expected npz, npy, csv, Parquet or a prediction "
                 "file written by bnncli", path=path,
             hint="save the predictions with np.savez(FILE, probs=..., label=...)", code="wrong_kind",
         )  # fmt: skip
-    return Table(path, [path], DelimitedBlocks, "csv")
+    return Table(path, [path], open_delimited, "csv")
 
 
 def _columns(source: Table | _Arrays) -> Columns:

@@ -16,13 +16,12 @@ import shlex
 import sys
 import tempfile
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from glob import glob
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -49,174 +48,141 @@ _ROWS_AT_ONCE = 1024
 _CELLS_AT_ONCE = 1 << 20
 
 
-class Blocks(ABC):
+def _values(batch: Any, names: Sequence[str]) -> list[list[Any]]:
+    """Return the values of some columns of a batch, None for missing ones."""
+    return [batch.column(name).to_pylist() for name in names]
+
+
+@dataclass(frozen=True)
+class Blocks:
     """A file of blocks of rows, each read from its start.
 
     Attributes:
         columns: what each holds.
+        sizes: number of rows in each block.
+        batches: returns the record batches of a block, with some columns, in order.
+        digest: returns the digest of the content.
         class_names: of numeric columns, if the file states them.
+        values: returns the values of some columns of a batch.
     """
 
     columns: Mapping[str, str]
-    class_names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-
-    @abstractmethod
-    def sizes(self) -> list[int]:
-        """Return the number of rows in each block."""
-
-    @abstractmethod
-    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
-        """Yield the record batches of a block, with these columns, in order."""
-
-    @abstractmethod
-    def digest(self, progress: Progress) -> str:
-        """Return the digest of the content."""
-
-    def values(self, batch: Any, names: Sequence[str]) -> list[list[Any]]:
-        """Return the values of some columns of a batch, None for missing ones."""
-        return [batch.column(name).to_pylist() for name in names]
+    sizes: Sequence[int]
+    batches: Callable[[int, list[str]], Iterable[Any]]
+    digest: Callable[[Progress], str]
+    class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    values: Callable[[Any, Sequence[str]], list[list[Any]]] = _values
 
 
-class _StoredBlocks(Blocks):
-    """A file that has a schema."""
+def open_parquet(path: Path) -> Blocks:
+    """Open the row groups of a Parquet file, which may exceed memory."""
+    from pyarrow import parquet
 
-    def __init__(self, path: Path, schema: Any) -> None:
-        self._path = path
-        double = sorted({name for name in schema.names if schema.names.count(name) > 1})
-        if double:
-            raise DataError(f"{quote_name(path, limit=300)} has several columns named {format_names(double)}")
-        self.columns = {field.name: _classify_type(field.type) for field in schema}
-        self.class_names = _class_names_of(schema.metadata)
+    file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+    sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
-    def digest(self, progress: Progress) -> str:
-        """Return the digest of the file."""
-        with open_regular(self._path) as stream:
+    def batches(block: int, names: list[str]) -> Iterable[Any]:
+        found: Iterable[Any] = file.iter_batches(_ROWS_AT_ONCE, row_groups=[block], columns=names, use_threads=False)
+        return found
+
+    return _with_schema(path, file.schema_arrow, sizes, batches)
+
+
+def open_arrow(path: Path) -> Blocks:
+    """Open the record batches of an Arrow file or stream (as Hugging Face datasets writes), memory-mapped."""
+    with open_regular(path) as stream:
+        is_file = stream.read(6) == b"ARROW1"
+    mapped = pyarrow.memory_map(str(path))
+    reader = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+    if is_file:
+        count, batch = reader.num_record_batches, reader.get_batch
+    else:
+        found = list(reader)  # references into the mapped file; nothing is read
+        count, batch = len(found), found.__getitem__
+    sizes = [batch(block).num_rows for block in range(count)]
+    return _with_schema(path, reader.schema, sizes, lambda block, names: [batch(block).select(names)])
+
+
+def _with_schema(
+    path: Path, schema: Any, sizes: list[int], batches: Callable[[int, list[str]], Iterable[Any]]
+) -> Blocks:
+    """Return the blocks of a file that has a schema. Raises DataError if column names repeat."""
+
+    def digest(progress: Progress) -> str:
+        with open_regular(path) as stream:
             return file_sha256(stream, progress)
 
-
-class ParquetBlocks(_StoredBlocks):
-    """The row groups of a Parquet file, which may exceed memory."""
-
-    def __init__(self, path: Path) -> None:
-        from pyarrow import parquet
-
-        self._file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        super().__init__(path, self._file.schema_arrow)
-
-    def sizes(self) -> list[int]:
-        """Return the number of rows in each row group."""
-        metadata = self._file.metadata
-        return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-
-    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
-        """Yield the rows of a row group in batches."""
-        yield from self._file.iter_batches(_ROWS_AT_ONCE, row_groups=[block], columns=names, use_threads=False)
+    double = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if double:
+        raise DataError(f"{quote_name(path, limit=300)} has several columns named {format_names(double)}")
+    columns = {one.name: _classify_type(one.type) for one in schema}
+    return Blocks(columns, sizes, batches, digest, _class_names_of(schema.metadata))
 
 
-class ArrowBlocks(_StoredBlocks):
-    """The record batches of an Arrow file or stream (as Hugging Face datasets writes), memory-mapped."""
-
-    def __init__(self, path: Path) -> None:
-        with open_regular(path) as stream:
-            is_file = stream.read(6) == b"ARROW1"
-        mapped = pyarrow.memory_map(str(path))
-        reader = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
-        super().__init__(path, reader.schema)
-        if is_file:
-            self._count, self._batch = reader.num_record_batches, reader.get_batch
-        else:
-            found = list(reader)  # references into the mapped file; nothing is read
-            self._count, self._batch = len(found), found.__getitem__
-
-    def sizes(self) -> list[int]:
-        """Return the number of rows in each batch."""
-        return [self._batch(block).num_rows for block in range(self._count)]
-
-    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
-        """Yield the batch."""
-        yield self._batch(block).select(names)
-
-
-class _TextBlocks(Blocks):
-    """Rows of a text file, copied into a memory-mapped temporary file."""
-
-    _batches: list[Any]
-    _sha256: str
-
-    def sizes(self) -> list[int]:
-        """Return the number of rows in each batch."""
-        return [batch.num_rows for batch in self._batches]
-
-    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
-        """Yield the batch."""
-        yield self._batches[block].select(names)
-
-    def digest(self, progress: Progress) -> str:
-        """Return the digest of the text that was read, whether gzipped or not."""
-        return self._sha256
-
-
-class DelimitedBlocks(_TextBlocks):
-    """Rows of a csv or tsv file (RFC 4180) with column names in the first line.
+def open_delimited(path: Path, delimiter: str = ",") -> Blocks:
+    """Open a csv or tsv file (RFC 4180) with column names in the first line, gzipped or not.
 
     In a tsv file, quotation marks are ordinary characters unless it can only be read with quoted fields.
     """
-
-    def __init__(self, path: Path, delimiter: str = ",") -> None:
-        csv.field_size_limit(sys.maxsize)  # texts, or a header read as one field, exceed the default
+    csv.field_size_limit(sys.maxsize)  # texts, or a header read as one field, exceed the default
+    try:
+        return _read_delimited(path, delimiter, is_quoted=delimiter != "\t")
+    except DataError as error:
+        if delimiter != "\t":
+            raise
         try:
-            self._read(path, delimiter, is_quoted=delimiter != "\t")
-        except DataError as error:
-            if delimiter != "\t":
-                raise
-            try:
-                self._read(path, delimiter, is_quoted=True)
-            except DataError:
-                raise error from None
-
-    def _read(self, path: Path, delimiter: str, *, is_quoted: bool) -> None:
-        with _open_lines(path) as lines:
-            lines.row = -1
-            first = next(iter(lines), "")
-            found = _find_delimiter(first, lines)
-            delimiter = delimiter if delimiter != "," else found
-            records = _records(lines, first, delimiter, is_quoted=is_quoted)
-            header = [name.strip() for name in next(records)]
-            _check_header(header, first, delimiter, lines)
-            self._batches, self._sha256 = _copy(header, records), lines.sha256.hexdigest()
-        columns = self._batches[0].slice(0, _FIRST_ROWS).columns if self._batches else [[]] * len(header)
-        self.columns = {
-            name: _classify_fields([str(value) for value in column])
-            for name, column in zip(header, columns, strict=True)
-        }
+            return _read_delimited(path, delimiter, is_quoted=True)
+        except DataError:
+            raise error from None
 
 
-class JsonBlocks(_TextBlocks):
-    """Objects of a file of JSON lines; empty lines are skipped. The batches hold the lines as they are."""
+def _read_delimited(path: Path, delimiter: str, *, is_quoted: bool) -> Blocks:
+    with _open_lines(path) as lines:
+        lines.row = -1
+        first = next(iter(lines), "")
+        found = _find_delimiter(first, lines)
+        delimiter = delimiter if delimiter != "," else found
+        records = _records(lines, first, delimiter, is_quoted=is_quoted)
+        header = [name.strip() for name in next(records)]
+        _check_header(header, first, delimiter, lines)
+        batches = _copy(header, records)
+    columns = batches[0].slice(0, _FIRST_ROWS).columns if batches else [[]] * len(header)
+    holds = [_classify_fields([str(value) for value in column]) for column in columns]
+    return Blocks(
+        dict(zip(header, holds, strict=True)),
+        [batch.num_rows for batch in batches],
+        lambda block, names: [batches[block].select(names)],
+        lambda progress: lines.sha256.hexdigest(),
+    )
 
-    def __init__(self, path: Path) -> None:
-        with _open_lines(path) as lines:
-            self._batches, self._sha256 = _copy(["line"], _json_lines(lines)), lines.sha256.hexdigest()
-        self.columns = {}
-        for record in self._records(self._batches[0].slice(0, _FIRST_ROWS)) if self._batches else ():
-            for name, value in record.items():
-                if value is not None:
-                    self.columns.setdefault(name, _classify_value(value))
-        if not self.columns:
-            raise DataError(f"{lines.shown} is empty: expected one JSON object per line", path=path, code="empty_split")
 
-    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
-        """Yield the batch."""
-        yield self._batches[block]
+def open_json_lines(path: Path) -> Blocks:
+    """Open a file of one JSON object per line, gzipped or not; the batches hold the lines as they are."""
+    with _open_lines(path) as lines:
+        batches = _copy(["line"], _json_lines(lines))
+    columns: dict[str, str] = {}
+    for record in _parse_lines(batches[0].slice(0, _FIRST_ROWS)) if batches else ():
+        for name, value in record.items():
+            if value is not None:
+                columns.setdefault(name, _classify_value(value))
+    if not columns:
+        raise DataError(f"{lines.shown} is empty: expected one JSON object per line", path=path, code="empty_split")
 
-    def values(self, batch: Any, names: Sequence[str]) -> list[list[Any]]:
-        """Return the values of some columns, None for missing ones."""
-        records = self._records(batch)
+    def values(batch: Any, names: Sequence[str]) -> list[list[Any]]:
+        records = _parse_lines(batch)
         return [[record.get(name) for record in records] for name in names]
 
-    @staticmethod
-    def _records(batch: Any) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in batch.column(0).to_pylist()]
+    return Blocks(
+        columns,
+        [batch.num_rows for batch in batches],
+        lambda block, names: [batches[block]],
+        lambda progress: lines.sha256.hexdigest(),
+        values=values,
+    )
+
+
+def _parse_lines(batch: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in batch.column(0).to_pylist()]
 
 
 class _Lines:
@@ -463,7 +429,7 @@ class Table:
         files: Sequence[Path],
         kind: Callable[[Path], Blocks],
         spelled: str,
-        class_names: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+        class_names: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         """Open a table.
 
@@ -481,10 +447,8 @@ class Table:
         sizes: list[int] = []
         for number, file in enumerate(self._files):
             blocks = self._blocks(number)
-            with self._damage(file):
-                counts = blocks.sizes()
             if number == 0:
-                self.columns, self.class_names = blocks.columns, {**blocks.class_names, **class_names}
+                self.columns, self.class_names = blocks.columns, {**blocks.class_names, **(class_names or {})}
             if blocks.columns.keys() != self.columns.keys():
                 odd = sorted(blocks.columns.keys() ^ self.columns.keys())[0]
                 raise DataError(
@@ -492,8 +456,8 @@ class Table:
                     f"one of them has {quote_name(odd)}",
                     path=file,
                 )
-            self._spans += [(number, block) for block in range(len(counts))]
-            sizes += counts
+            self._spans += [(number, block) for block in range(len(blocks.sizes))]
+            sizes += blocks.sizes
         self._starts = np.array([0, *accumulate(sizes)], np.int64)
 
     def __getstate__(self) -> dict[str, Any]:

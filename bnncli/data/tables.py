@@ -471,7 +471,7 @@ class TableKind:
     """
 
     name: str
-    blocks: Callable[[Path], Blocks]
+    open: Callable[[Path], Blocks]
     suffixes: tuple[str, ...] = ()
 
     def exists(self, place: str) -> bool:
@@ -492,7 +492,7 @@ class TableKind:
             UsageError: the roles of columns are ambiguous.
         """
         text, named = split_columns(place, self.name)
-        return table_dataset(Table(*self._files(text), self.blocks, self.name), named, preprocess, spelled=self.name)
+        return table_dataset(Table(*self._files(text), self.open, self.name), named, preprocess, spelled=self.name)
 
     def _files(self, text: str) -> tuple[Path, list[Path]]:
         path = Path(text).expanduser()

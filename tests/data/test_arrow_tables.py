@@ -19,7 +19,7 @@ from pyarrow import parquet as pq
 from bnncli.data.pixels import Preprocess
 from bnncli.data.prediction_files import read_numbers
 from bnncli.data.splits import InputSplit, load_split
-from bnncli.data.table_files import ParquetBlocks, Table, feature_class_names
+from bnncli.data.table_files import Table, feature_class_names, open_parquet
 from bnncli.data.tables import indicator_matrix
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
@@ -385,7 +385,7 @@ OTHER: dict[str, list[Any]] = {
 def test_numbers_at_once_are_those_of_single_rows(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {f"c{k}": values for k, values in enumerate((PLAIN | OTHER)[case])}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
-    found = Table(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
+    found = Table(tmp_path, [tmp_path / "a.parquet"], open_parquet, "parquet")
     assert (found.numbers(list(columns)) is not None) == (case in PLAIN)
     fast = read_numbers(found, list(columns), "here")
     monkeypatch.setattr(found, "numbers", lambda names: None)
@@ -402,7 +402,7 @@ def test_lists_of_several_lengths_and_other_cells_are_told_with_their_row(tmp_pa
     }
     for message, values in cases.items():
         pq.write_table(pa.table({"c": values}), tmp_path / "a.parquet")
-        found = Table(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
+        found = Table(tmp_path, [tmp_path / "a.parquet"], open_parquet, "parquet")
         with pytest.raises(DataError, match=f"here: {message}"):
             read_numbers(found, ["c"], "here")
 
@@ -412,6 +412,6 @@ def test_values_are_those_of_the_library(tmp_path: Path) -> None:
         "a": [1, None, 3], "b": [0.5, 1.5, None], "c": ["x", None, "é"], "d": [True, False, None], "e": [1, 2, 3],
     }  # fmt: skip
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
-    found = Table(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet").values(list(columns))
+    found = Table(tmp_path, [tmp_path / "a.parquet"], open_parquet, "parquet").values(list(columns))
     assert found == list(columns.values())
     assert [type(value) for value in found[4]] == [int] * 3

@@ -21,7 +21,7 @@ from bnncli.data.labels import match_classes
 from bnncli.data.pixels import Preprocess
 from bnncli.data.prediction_files import read_numbers
 from bnncli.data.splits import InputSplit, hold_out, load_split
-from bnncli.data.table_files import DelimitedBlocks, Table
+from bnncli.data.table_files import Table, open_delimited
 from bnncli.data.tables import convert_labels as numbers_of_labels
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError, WriteError
 from bnncli.progress import SILENT
@@ -456,7 +456,7 @@ def test_the_longest_of_some_texts_stands_for_all(tmp_path: Path) -> None:
 
 def table_of(path: Path, text: str) -> Table:
     path.write_text(text)
-    return Table(path, [path], DelimitedBlocks, "csv")
+    return Table(path, [path], open_delimited, "csv")
 
 
 def read(table: Table, names: Sequence[str]) -> np.ndarray:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.data.pixels import Preprocess
-from bnncli.data.table_files import ArrowBlocks, Table, feature_class_names
+from bnncli.data.table_files import Table, feature_class_names, open_arrow
 from bnncli.data.tables import TableDataset, split_columns, table_dataset
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.names import format_names, quote_name
@@ -50,7 +50,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
     if not folder.is_dir():
         raise MissingInput(f"no folder {quote_name(folder, limit=300)}", path=folder)
     home, found, info = _find_split(folder, split)
-    table = Table(home, found, ArrowBlocks, _SPELLED, feature_class_names(info.get("features")))
+    table = Table(home, found, open_arrow, _SPELLED, feature_class_names(info.get("features")))
     return table_dataset(table, named, preprocess, spelled=_SPELLED)
 
 
