@@ -16,10 +16,8 @@ LABEL = "label"
 INPUTS = ("text", "image", "audio", "x")
 PROBS, LOGITS = "probs", "logits"
 
-_LABEL_NAMES = (
-    "label", "labels", "target", "targets", "class", "category", "sentiment", "y", "y_true", "true_label",
-    "ground_truth",
-)  # fmt: skip
+_LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "sentiment", "y")
+_OTHER_LABEL_NAMES = ("y_true", "true_label", "ground_truth")  # without one of the usual ones
 _TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "tweet", "document", "body", "utterance")
 _TEXT_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2"))
 _FILE_NAMES = ("path", "file", "filename", "file_name")
@@ -153,7 +151,10 @@ def find_labels(
             raise UsageError(f"{columns.where}: label= names {columns.noun} {quote_name(twice)} twice")
         return names
     holds = columns.holds
-    found = [name for name in holds if name.casefold() in _LABEL_NAMES]
+    usual, others = (
+        [name for name in holds if name.casefold() in known] for known in (_LABEL_NAMES, _OTHER_LABEL_NAMES)
+    )
+    found = usual or others
     numbers = [name for name in holds if holds[name] in (WHOLE, REAL) and _NUMBER.fullmatch(name)]
     if not found and numbers and not has_header:
         raise columns.error(

@@ -287,7 +287,7 @@ def _infer_form(given: FilePredictions, likelihood: Likelihood, where: str) -> s
         return PROBS  # errors in them are reported by the check of probabilities
     if given.holds == LOGITS:
         return LOGITS
-    if largest <= 0 and _are_distributions(np.exp(values), likelihood):
+    if largest <= 0 and _are_distributions(np.exp(values, dtype=np.float64), likelihood):
         raise DataError(
             f"{column}: expected probabilities or logits; got log-probabilities",
             hint=_LOG_HINT,
