@@ -16,6 +16,7 @@ import shlex
 import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ TEXT, WHOLE, REAL, FILE, LIST, OTHER = (
     "something else",
 )
 
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _FIRST_ROWS = 100  # rows to judge what columns hold
 _ROWS_AT_ONCE = 1024
 _CELLS_AT_ONCE = 1 << 20
@@ -112,9 +114,7 @@ def _with_schema(
         with open_regular(path) as stream:
             return file_sha256(stream, progress)
 
-    double = sorted({name for name in schema.names if schema.names.count(name) > 1})
-    if double:
-        raise DataError(f"{quote_name(path, limit=300)} has several columns named {format_names(double)}")
+    _check_names(schema.names, path)
     columns = {one.name: _classify_type(one.type) for one in schema}
     return Blocks(columns, sizes, batches, digest, _class_names_of(schema.metadata))
 
@@ -208,7 +208,9 @@ class _Lines:
             self.number += 1
             if self.number == 1:
                 if line[:2] in UTF16_MARKS:
-                    raise _utf16_error(self.path)
+                    name = shlex.quote(str(self.path))
+                    hint = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE" if name.isprintable() else None
+                    raise DataError(f"{self.shown} is in UTF-16, expected UTF-8", path=self.path, hint=hint)
                 line = line.removeprefix(codecs.BOM_UTF8)
             try:
                 text = line.decode()
@@ -298,9 +300,14 @@ def _check_header(header: Sequence[str], first: str, delimiter: str, lines: _Lin
                 f"{other!r}",
             path=lines.path, hint="use csv:, which reads commas, semicolons and tabs regardless of the file's suffix",
         )  # fmt: skip
-    double = sorted({name for name in header if name and header.count(name) > 1})
+    _check_names(header, lines.path)
+
+
+def _check_names(names: Sequence[str], path: Path) -> None:
+    """Raise DataError if column names repeat."""
+    double = sorted(name for name, count in Counter(names).items() if name and count > 1)
     if double:
-        raise DataError(f"{lines.shown} has several columns named {format_names(double)}", path=lines.path)
+        raise DataError(f"{quote_name(path, limit=300)} has several columns named {format_names(double)}", path=path)
 
 
 def _unquote(field: str) -> str:
@@ -349,16 +356,6 @@ def _classify_value(value: Any) -> str:
     if isinstance(value, dict):
         return FILE if value.keys() <= {"path", "bytes"} and "path" in value else OTHER
     return _HOLDS.get(type(value), OTHER)
-
-
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
-
-def _utf16_error(path: Path) -> DataError:
-    """Return the error for a file of UTF-16 text."""
-    name = shlex.quote(str(path))
-    hint = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE" if name.isprintable() else "iconv -f UTF-16 -t UTF-8"
-    return DataError(f"{quote_name(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint=hint)
 
 
 def _classify_type(kind: Any) -> str:
