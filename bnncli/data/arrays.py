@@ -243,28 +243,57 @@ def check_memory(size: int, what: str) -> None:
 def _header_of(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
     """Return shape, whether in Fortran order, type, and the offset of the data in a member."""
     with archive.open(name) as member:
-        version = np.lib.format.read_magic(member)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        return (*read_header(member), member.tell())
+        return (*_read_header(member), member.tell())
+
+
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, whether in Fortran order, and type, from the start of an npy file."""
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(stream)
+
+
+def read_npy(stream: IO[bytes], where: str, path: Path | None = None) -> np.ndarray:
+    """Read the array of an npy file. Raises DataError, or Untrusted for Python objects."""
+    try:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        shape, _, dtype = _read_header(stream)
+        _check_no_objects(dtype, where, path)
+        if stream.tell() + math.prod(shape) * dtype.itemsize != size:
+            raise ValueError(f"shape {shape} does not match {size} bytes of data")
+        stream.seek(0)
+        array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
+    except _DAMAGE as error:
+        if is_failure(error):
+            raise
+        why = " ".join(str(error).split())[:120]
+        raise DataError(f"{where} is truncated or damaged ({why})", path=path) from error
+    return array
+
+
+def _check_no_objects(dtype: np.dtype, where: str, path: Path | None) -> None:
+    """Raise Untrusted for an array of Python objects."""
+    if dtype.hasobject:
+        raise Untrusted(
+            f"{where} holds Python objects, which need unpickling; bnncli does not unpickle data",
+            hint="save it as a plain array of numbers", path=path,
+        )  # fmt: skip
 
 
 def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
     """Read an array after checking its header against the archive."""
     info = archive.getinfo(name)
     shape, is_fortran, dtype, start = _header_of(archive, name)
-    if dtype.hasobject:
-        raise Untrusted(
-            f"{quote_name(path, limit=300)}: array {quote_name(name.removesuffix('.npy'))} holds Python objects, which "
-                "need unpickling; bnncli does not unpickle data",
-            hint="save it as a plain array of numbers", path=path,
-        )  # fmt: skip
+    where = f"{quote_name(path, limit=300)}: array {quote_name(name.removesuffix('.npy'))}"
+    _check_no_objects(dtype, where, path)
     if start + math.prod(shape) * dtype.itemsize != info.file_size:
         raise ValueError(f"shape {shape} does not match {info.file_size} bytes of data")
     if not can_inflate_to(info.compress_size, info.file_size):
         raise ValueError(f"{info.compress_size} compressed bytes cannot hold {info.file_size} bytes")
     if info.compress_type == zipfile.ZIP_STORED and info.file_size >= MAPPED_BYTES and not is_fortran:
         return _map_array(archive, info, start, shape, dtype)
-    check_memory(info.file_size, f"{quote_name(path, limit=300)}: array {quote_name(name.removesuffix('.npy'))}")
+    check_memory(info.file_size, where)
     with archive.open(name) as member:
         array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
     return array

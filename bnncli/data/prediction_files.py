@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data.arrays import npz_shapes, read_npz
+from bnncli.data.arrays import npz_shapes, read_npy, read_npz
 from bnncli.data.columns import (
     LABEL,
     LOGITS,
@@ -24,9 +24,9 @@ from bnncli.data.columns import (
 )
 from bnncli.data.table_files import LIST, OTHER, REAL, TEXT, UTF16_MARKS, WHOLE, Table, open_delimited, open_parquet
 from bnncli.data.tables import Labels, convert_labels, convert_multi_labels, format_unlabelled_note, is_number
-from bnncli.errors import DataError, Untrusted
+from bnncli.errors import DataError
 from bnncli.names import format_names, quote_name
-from bnncli.system.input_files import is_failure, open_regular
+from bnncli.system.input_files import open_regular
 
 _FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; join several columns with +, or match them with one *)"
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -166,8 +166,13 @@ class _Arrays:
 
     def __init__(self, path: Path, *, is_archive: bool) -> None:
         self.path, self.class_names = path, MappingProxyType[str, tuple[str, ...]]({})
-        self._array = None if is_archive else _read_npy(path)
-        shapes = npz_shapes(path) if self._array is None else {"arr_0": (self._array.shape, self._array.dtype)}
+        self._array = None
+        if is_archive:
+            shapes = npz_shapes(path)
+        else:
+            with open_regular(path) as stream:
+                self._array = read_npy(stream, quote_name(path, limit=300), path)
+            shapes = {"arr_0": (self._array.shape, self._array.dtype)}
         if not shapes:
             raise DataError(f"{quote_name(path, limit=300)} has no arrays; expected predictions", path=path)
         self.columns = {name: _classify_array(shape, dtype) for name, (shape, dtype) in shapes.items()}
@@ -378,24 +383,3 @@ def _two_axes(array: np.ndarray, where: str) -> np.ndarray:
     if array.dtype.kind != "f":
         array = array.astype(np.float64)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def _read_npy(path: Path) -> np.ndarray:
-    """Read the array of an npy file. Raises DataError, or Untrusted for Python objects."""
-    where = quote_name(path, limit=300)
-    with open_regular(path) as stream:
-        try:
-            array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
-        except (ValueError, EOFError, OSError, SyntaxError) as error:
-            if is_failure(error):
-                raise
-            if "allow_pickle" in str(error):
-                raise Untrusted(
-                    f"{where} holds Python objects, which need unpickling; bnncli does not unpickle data",
-                    hint="save it as a plain array of numbers",
-                    path=path,
-                ) from None
-            raise DataError(
-                f"{where} is truncated or damaged ({' '.join(str(error).split())[:120]})", path=path
-            ) from error
-    return array

@@ -201,22 +201,6 @@ class ShardColumn(NamedTuple):
             raise DataError(f"{where} {what} ({type(error).__name__}: {str(error)[:100]})") from error
 
 
-def parse_columns(text: str | None) -> dict[str, str]:
-    """Parse `image=jpg,label=cls`. Raises UsageError for unknown keys."""
-    found: dict[str, str] = {}
-    for one in (text or "").split(",") if text is not None else ():
-        what, equals, name = one.partition("=")
-        if not equals or not name or what not in (*_OF_KIND, "label") or what in found:
-            raise UsageError(
-                "\0data\0 webdataset: expected columns such as image=jpg,label=cls (keys: "
-                f"{', '.join((*_OF_KIND, 'label'))}); got {text!r}"
-            )
-        found[what] = name
-    if len(found.keys() & _OF_KIND.keys()) > 1:
-        raise UsageError(f"\0data\0 webdataset: expected only one of {', '.join(_OF_KIND)} as the input; got {text!r}")
-    return found
-
-
 def input_column(first: ShardExample, named: Mapping[str, str], takes: str | None) -> tuple[str, ShardColumn]:
     """Return kind (image, text, x or audio) and column of the input.
 
@@ -264,7 +248,7 @@ def label_column(first: ShardExample, named: Mapping[str, str], fields: Mapping[
         UsageError: there is no such column, or several fields match.
     """
     if "label" in named:
-        return _resolve_column(named["label"], first)
+        return _resolve_column(named["label"], first) if named["label"] else None
     if "cls" in first.parts:
         return ShardColumn(("cls",))
     found = [field for field in _LABEL_FIELDS if field in fields]

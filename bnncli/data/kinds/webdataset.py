@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
 
+from bnncli.data.arrays import read_npy
 from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
 from bnncli.data.shards import (
     Part,
@@ -30,13 +29,12 @@ from bnncli.data.shards import (
     examples_of,
     input_column,
     label_column,
-    parse_columns,
     read_part,
     shard_paths,
 )
 from bnncli.data.sound import decode_sound
-from bnncli.data.tables import convert_labels, format_unlabelled_note
-from bnncli.errors import DataError, Untrusted
+from bnncli.data.tables import convert_labels, format_unlabelled_note, split_columns
+from bnncli.errors import DataError
 from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.declaration import Form
@@ -164,7 +162,7 @@ def exists(place: str) -> bool:
 
 def files(place: str) -> list[Path]:
     """Return all files that it is read from."""
-    return shard_paths(_divide(place)[0])
+    return shard_paths(split_columns(place, "webdataset")[0])
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
@@ -175,15 +173,15 @@ def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
         MissingInput: a shard is missing.
         DataError: a shard is damaged, there are no examples, one lacks its input or label, or labels break a rule.
     """
-    pattern, named = _divide(place)
+    pattern, named = split_columns(place, "webdataset")
     where = f"webdataset:{pattern}"
     shards = shard_paths(pattern)
     path, first = next(((path, example) for path in shards for example in examples_of(path)), (None, None))
     if path is None or first is None:
         raise DataError(f"{where}: no examples", code="empty_split")
     takes = preprocess.transform.takes if preprocess.transform is not None else None
-    kind, column = input_column(first, parse_columns(named), takes)
-    label = label_column(first, parse_columns(named), _fields(path, first))
+    kind, column = input_column(first, named, takes)
+    label = label_column(first, named, _fields(path, first))
     keys, places, values = _index(shards, kind, column, label)
     labels, classes = convert_labels(values, None, where=f"{where}: {label}") if label is not None else (None, None)
     mode = preprocess.transform.mode if preprocess.transform is not None else ""
@@ -193,12 +191,6 @@ def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
     if label is not None and labels is None:
         found = replace(found, note=format_unlabelled_note([str(label)]))
     return replace(found, mode=found.first_modes()) if kind == "image" and not mode else found
-
-
-def _divide(place: str) -> tuple[str, str | None]:
-    """Split into pattern and columns; a colon belongs to the pattern if no column is named after it."""
-    match = None if exists(place) else re.fullmatch(r"(.+):([^:=/{}]+=[^:]*)", place)
-    return (match[1], match[2]) if match else (place, None)
 
 
 def _fields(path: Path, example: ShardExample) -> Mapping[str, Any]:
@@ -261,22 +253,8 @@ def _where(path: Path, key: str, kind: str) -> str:
 
 
 def _array(data: bytes, where: str) -> np.ndarray:
-    """Read the array of an npy file, in native byte order. Raises Untrusted for Python objects, DataError if invalid."""
-    stream = io.BytesIO(data)
-    try:
-        version = np.lib.format.read_magic(stream)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(stream)
-        if dtype.hasobject:
-            raise Untrusted(
-                f"{where} holds Python objects, which need unpickling; bnncli does not unpickle data",
-                hint="save it as a plain array of numbers",
-            )
-        if stream.tell() + math.prod(shape) * dtype.itemsize != len(data):
-            raise ValueError(f"shape {shape} does not match {len(data)} bytes of data")
-        found = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, SyntaxError, TokenError, EOFError, KeyError) as error:
-        raise DataError(f"{where} is not an npy file, or is damaged: {error}") from error
+    """Read numbers from an npy file, in native byte order. Raises as `read_npy` does."""
+    found = read_npy(io.BytesIO(data), where)
     if found.dtype.kind not in "fiu":
         raise DataError(f"{where}: expected numbers, got {found.dtype}")
     return np.ascontiguousarray(found, found.dtype.newbyteorder("="))
