@@ -132,7 +132,7 @@ def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[st
     """
     path, named = split_prediction_place(place)
     source = _open(path)
-    names = find_labels(_columns(source), named.get(LABEL, named.get("")), is_alone=True, has_header=False)
+    names = find_labels(_columns(source), named.get(LABEL) or named.get(""), is_alone=True, has_header=False)
     labels = _read_labels(source, names, classes, unordered)
     if labels is None:
         raise DataError(f"{quote_name(path, limit=300)}: no row has a label", code="bad_labels", path=path)
@@ -143,11 +143,12 @@ def read_texts(path: Path, column: str) -> list[str]:
     """Return the values (N,) of a column or array as texts. Raises as read_given_predictions, or if it is missing."""
     source = _open(path)
     try:
-        (name,) = find_labels(_columns(source), column)
+        names = _columns(source).resolve(column)
     except DataError as error:
         hint = "name one of these, or a column of another file: FILE:COLUMN"
         raise DataError(error.message, code=error.code, hint=hint, path=path) from None
-    return ["" if value is None else str(value) for value in source.values([name])[0]]
+    rows = zip(*source.values(names), strict=True)
+    return [", ".join("" if value is None else str(value) for value in row) for row in rows]
 
 
 def read_magic(path: Path) -> bytes:

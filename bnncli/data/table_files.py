@@ -143,7 +143,7 @@ def _read_delimited(path: Path, delimiter: str, *, is_quoted: bool) -> Blocks:
         found = _find_delimiter(first, lines)
         delimiter = delimiter if delimiter != "," else found
         records = _records(lines, first, delimiter, is_quoted=is_quoted)
-        header = [name.strip() for name in next(records)]
+        header = [name.strip() or f"Unnamed: {place}" for place, name in enumerate(next(records))]  # as pandas does
         _check_header(header, first, delimiter, lines)
         batches = _copy(header, records)
     columns = batches[0].slice(0, _FIRST_ROWS).columns if batches else [[]] * len(header)
@@ -305,7 +305,7 @@ def _check_header(header: Sequence[str], first: str, delimiter: str, lines: _Lin
 
 def _check_names(names: Sequence[str], path: Path) -> None:
     """Raise DataError if column names repeat."""
-    double = sorted(name for name, count in Counter(names).items() if name and count > 1)
+    double = sorted(name for name, count in Counter(names).items() if count > 1)
     if double:
         raise DataError(f"{quote_name(path, limit=300)} has several columns named {format_names(double)}", path=path)
 
@@ -506,7 +506,7 @@ class Table:
         """Yield the number of the file and each batch, with these columns, in order."""
         for number, block in self._spans:
             with self._damage(self._files[number]):
-                for batch in self._blocks(number).batches(block, list(names)):
+                for batch in self._blocks(number).batches(block, [*dict.fromkeys(names)]):
                     yield number, batch
 
     def _append(self, found: list[list[Any]], number: int, batch: Any, names: Sequence[str]) -> None:
@@ -525,7 +525,7 @@ class Table:
         now = self._current
         with self._damage(self._files[number]):
             if now is None or (now.span, now.names) != (span, names) or row < now.first:
-                batches = iter(self._blocks(number).batches(block, list(names)))
+                batches = iter(self._blocks(number).batches(block, [*dict.fromkeys(names)]))
                 now = _Position(span, names, batches, int(self._starts[span]), next(batches))
             while row >= now.first + now.batch.num_rows:
                 now = now._replace(first=now.first + now.batch.num_rows, batch=next(now.batches))

@@ -150,7 +150,7 @@ def test_one_column_is_class_1_of_two(cli: Cli, folder: Path) -> None:
     one = 1 / (1 + np.exp(-scores))
     np.savez("two.npz", probs=np.stack([1 - one, one], axis=1), y=labels)
     np.savez("one.npz", probs=one, y=labels)
-    np.savez("logit.npz", logit=scores[:, None], y=labels)
+    np.savez("logit.npz", logit=scores[:, None], y_true=labels)
     write_csv("one.csv", {"prob": [repr(value) for value in one.tolist()], "y": labels})
     expected = values_of(cli, "two.npz")
     assert expected['["miscalibration"]'] is not None

@@ -163,8 +163,9 @@ def test_numbers_are_inputs_where_they_are_named(tmp_path: Path) -> None:
     batch = next(split.batches(5))
     np.testing.assert_allclose(batch.inputs, [[2.5, 1], [1e-3, -3]], rtol=1e-6)
     assert labels_of(split) == [0, 1]
-    path = write(tmp_path / "b.csv", [["f_1", "other", "f_2"], [1, "x", 2]])
-    np.testing.assert_array_equal(next(load_split(f"csv:{path}:x=f_*").batches(5)).inputs, [[1, 2]])
+    path = write(tmp_path / "b.csv", [["f_1", "", "f_2", ""], [1, "x", 2, ""]])
+    for named, expected in (("f_*", [1, 2]), ("f_2+f_2", [2, 2])):
+        np.testing.assert_array_equal(next(load_split(f"csv:{path}:x={named}").batches(5)).inputs, [expected])
 
 
 @pytest.mark.long
