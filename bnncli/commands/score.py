@@ -26,7 +26,6 @@ from bnncli.options.declaration import check_split_name, spell_options
 from bnncli.options.scoring import Quantity, ScoreOptions
 from bnncli.session.prediction_files import (
     GivenPredictions,
-    MatchedForecasts,
     PredictionClaims,
     artifact_names,
     check_together,
@@ -214,10 +213,7 @@ def _fidelity(
         run.console.warn(reference.doubt)
     column = split_prediction_place(place)[1].get("")
     name = reference.path.name + ("" if column is None else f".{column}")
-    ids = None if given.file is None else given.file.sample_id
-    info = given.arrays.get("mutual_info")
-    ours = MatchedForecasts(given.name, given.probs, given.labels, info, ids, given.is_exclusive)
-    return rows_against(ours, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
+    return rows_against(given, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
 
 
 def _task(given: GivenPredictions, said: PredictionClaims) -> str | None:

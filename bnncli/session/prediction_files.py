@@ -439,25 +439,8 @@ Row = dict[str, Any]
 _OLD = "the reference's predictions store no groups of draws; run predict again"
 
 
-@dataclass(frozen=True)
-class MatchedForecasts:
-    """Predictions to compare with a reference.
-
-    Args:
-        split: its name, for messages.
-        sample_id: (N,), the row of each example in its data; None if unknown.
-    """
-
-    split: str
-    probs: NDArray
-    labels: NDArray | None
-    mutual_info: NDArray | None
-    sample_id: NDArray | None
-    is_exclusive: bool = True
-
-
 def rows_against(
-    ours: MatchedForecasts,
+    ours: GivenPredictions,
     reference: GivenPredictions,
     *,
     name: str,
@@ -476,32 +459,31 @@ def rows_against(
     from bnncli.evaluation.fidelity import Forecasts, fidelity_rows
 
     rows = check_against(ours, reference, tell=tell)
-    found = fidelity_rows(
-        Forecasts(ours.probs, ours.mutual_info),
+    return fidelity_rows(
+        Forecasts(ours.probs, ours.arrays.get("mutual_info")),
         _select_rows(reference, rows, name),
         fidelities(),
-        split=(ours.split, len(ours.probs)),
+        split=(ours.name, len(ours.probs)),
         bootstrap=bootstrap,
         is_exclusive=ours.is_exclusive,
     )
-    return found
 
 
 def check_against(
-    ours: MatchedForecasts, reference: GivenPredictions, *, tell: Callable[[str], None] = lambda text: None
+    ours: GivenPredictions, reference: GivenPredictions, *, tell: Callable[[str], None] = lambda text: None
 ) -> NDArray[np.int64] | None:
     """Check predictions against a reference and return `matching_rows`; raises as `rows_against`."""
     if reference.is_exclusive != ours.is_exclusive or reference.probs.shape[1] != ours.probs.shape[1]:
         what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that are not mutually exclusive")
         raise DataError(
-            f"{_format_reference(reference)}: expected {ours.probs.shape[1]} classes, as in split {ours.split!r}; got {what}"
+            f"{_format_reference(reference)}: expected {ours.probs.shape[1]} classes, as in split {ours.name!r}; got {what}"
         )
     reference.check()
     return matching_rows(ours, reference, tell=tell)
 
 
 def matching_rows(
-    ours: MatchedForecasts, reference: GivenPredictions, *, tell: Callable[[str], None]
+    ours: GivenPredictions, reference: GivenPredictions, *, tell: Callable[[str], None]
 ) -> NDArray[np.int64] | None:
     """Return the rows (N,) of the reference that match the examples; None if all match in order.
 
@@ -514,12 +496,12 @@ def matching_rows(
     size, others = len(ours.probs), len(reference.probs)
     rows = None
     theirs = None if reference.file is None else np.asarray(reference.file.sample_id)
-    ids = None if ours.sample_id is None else np.asarray(ours.sample_id)
+    ids = None if ours.file is None else np.asarray(ours.file.sample_id)
     if theirs is not None and ids is not None:
         rows = None if np.array_equal(ids, theirs) else _places(ids, theirs)
         if rows is None and not np.array_equal(ids, theirs):
             raise DataError(
-                f"{_format_reference(reference)} lacks some examples of split {ours.split!r}: their rows in the data differ",
+                f"{_format_reference(reference)} lacks some examples of split {ours.name!r}: their rows in the data differ",
                 code="other_rows",
             )
     elif others != size:
@@ -528,13 +510,13 @@ def matching_rows(
         )
         if not is_whole or ids is None:
             raise DataError(
-                f"{_format_reference(reference)} has {others} rows, but split {ours.split!r} has {size}", code="other_rows",
+                f"{_format_reference(reference)} has {others} rows, but split {ours.name!r} has {size}", code="other_rows",
                 hint="a reference needs the rows of the split in the same order, or the rows of the data that the "
                     "split was held out from",
             )  # fmt: skip
         rows = ids.astype(np.int64)
         tell(
-            f"reference {_format_reference(reference)}: using the {size} of its {others} rows that belong to split {ours.split!r}"
+            f"reference {_format_reference(reference)}: using the {size} of its {others} rows that belong to split {ours.name!r}"
         )
     _check_labels(ours, reference, rows)
     return rows
@@ -549,7 +531,7 @@ def _places(ids: NDArray, theirs: NDArray) -> NDArray[np.int64] | None:
     return order[at] if is_found else None
 
 
-def _check_labels(ours: MatchedForecasts, reference: GivenPredictions, rows: NDArray | None) -> None:
+def _check_labels(ours: GivenPredictions, reference: GivenPredictions, rows: NDArray | None) -> None:
     """Check that labels agree if both have them.
 
     Raises:
@@ -562,7 +544,7 @@ def _check_labels(ours: MatchedForecasts, reference: GivenPredictions, rows: NDA
     count = int((differs.any(axis=1) if differs.ndim == 2 else differs).sum())
     if count:
         raise DataError(
-            f"{_format_reference(reference)} and split {ours.split!r} have different labels in {count} of {len(theirs)} rows", code="other_rows",
+            f"{_format_reference(reference)} and split {ours.name!r} have different labels in {count} of {len(theirs)} rows", code="other_rows",
             hint="its rows must be in the order of the split",
         )  # fmt: skip
 

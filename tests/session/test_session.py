@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from bnncli.posteriors.point import Point
 from bnncli.session.costs import TotalCost, total_cost
 from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import load_split
-from bnncli.session.prediction_files import GivenPredictions, MatchedForecasts, matching_rows
+from bnncli.session.prediction_files import GivenPredictions, matching_rows
 from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
 from bnncli.session.run import Result, Run
 
@@ -309,17 +309,21 @@ def test_a_fit_has_the_name_that_was_given_if_it_is_free(small_run: Path) -> Non
 IDS = np.array([7, 2, 5])  # rows of its data that a split holds
 
 
-def ours(sample_id: np.ndarray | None = IDS, labels: np.ndarray | None = None) -> MatchedForecasts:
-    return MatchedForecasts("test", np.full((3, 2), 0.5), labels, None, sample_id)
-
-
-def reference(size: int, *, ids: list[int] | None = None, labels: np.ndarray | None = None) -> GivenPredictions:
+def predictions(size: int, ids: Sequence[int] | np.ndarray | None, labels: np.ndarray | None) -> GivenPredictions:
     probs = np.full((size, 2), 0.5)
     file = None if ids is None else PredictionFile(probs, probs[:, 0], None, None, np.array(ids), ["a", "b"])
     return GivenPredictions("test", Path("ref"), probs, labels, ("a", "b"), False, file=file)
 
 
-def rows_of(theirs: GivenPredictions, of: MatchedForecasts | None = None) -> tuple[list[int] | None, list[str]]:
+def ours(sample_id: np.ndarray | None = IDS, labels: np.ndarray | None = None) -> GivenPredictions:
+    return predictions(3, sample_id, labels)
+
+
+def reference(size: int, *, ids: list[int] | None = None, labels: np.ndarray | None = None) -> GivenPredictions:
+    return predictions(size, ids, labels)
+
+
+def rows_of(theirs: GivenPredictions, of: GivenPredictions | None = None) -> tuple[list[int] | None, list[str]]:
     told: list[str] = []
     rows = matching_rows(of or ours(), theirs, tell=told.append)
     return None if rows is None else rows.tolist(), told
@@ -350,7 +354,7 @@ def test_a_reference_that_knows_its_own_rows_is_matched_by_them() -> None:
         (reference(4, ids=[7, 2, 5, 5]), None, "lacks some examples of split 'test'"),
     ],
 )
-def test_other_rows_are_refused(theirs: GivenPredictions, of: MatchedForecasts | None, said: str) -> None:
+def test_other_rows_are_refused(theirs: GivenPredictions, of: GivenPredictions | None, said: str) -> None:
     with pytest.raises(DataError, match=said):
         rows_of(theirs, of)
 

@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.artifacts.files import read_header, write_metrics
@@ -46,7 +45,6 @@ from bnncli.session.decisions import ScoredDecisions
 from bnncli.session.inputs import Split, load_split, open_posterior, read_recorded_prior, require_draws
 from bnncli.session.prediction_files import (
     GivenPredictions,
-    MatchedForecasts,
     PredictionClaims,
     check_against,
     open_given,
@@ -318,10 +316,13 @@ class FidelityReference:
             self.opened[name] = open_given(self.places[name], PredictionClaims())
         return self.opened[name]
 
-    def _ours(self, split: PredictedSplit) -> MatchedForecasts:
+    def _ours(self, split: PredictedSplit) -> GivenPredictions:
         file = split.file
-        labels = None if file.labels is None else np.asarray(file.labels)
-        return MatchedForecasts(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
+        arrays = {} if file.mutual_info is None else {"mutual_info": file.mutual_info}
+        classes = tuple(file.classes)
+        return GivenPredictions(
+            split.name, split.header.path, file.probs, file.labels, classes, True, file.is_exclusive, arrays, file=file
+        )
 
 
 def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference | None:
