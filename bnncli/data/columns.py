@@ -93,12 +93,13 @@ class Columns:
         """
         if text in self.holds:
             return (text,)
-        first, star, last = text.partition("*")
-        names = tuple(
-            name for name in self.holds if name.startswith(first) and name.endswith(last) and len(name) >= len(text)
-        )
-        if star and names:
-            return names
+        if text.count("*") == 1:
+            first, last = text.split("*")
+            found = [
+                one for one in self.holds if one.startswith(first) and one.endswith(last) and len(one) >= len(text)
+            ]
+            if found:
+                return tuple(found)
         names = tuple(text.split("+"))
         for name in names:
             if name not in self.holds:
