@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import io
 import json
+import mmap
 import shlex
 import sys
 import tempfile
@@ -245,13 +246,14 @@ def _copy(names: Sequence[str], rows: Iterator[Sequence[str]]) -> list[Any]:
     schema = pyarrow.schema([(name, text) for name in names])
     size = max(1, min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // len(names)))
     try:
-        with tempfile.NamedTemporaryFile(prefix="bnncli-", suffix=".arrow") as file:
-            with pyarrow.ipc.new_stream(file.name, schema) as writer:
+        with tempfile.TemporaryFile() as file:  # without a name, so that nothing is left of it after a kill
+            with pyarrow.ipc.new_stream(file, schema) as writer:
                 while chosen := list(islice(rows, size)):
                     columns = [pyarrow.array(column, text) for column in zip(*chosen, strict=True)]
                     writer.write_batch(pyarrow.record_batch(columns, schema=schema))
-            # The mapping outlives the name of the file. Nothing is read here.
-            return list(pyarrow.ipc.open_stream(pyarrow.memory_map(file.name)))
+            file.flush()
+            mapped = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return list(pyarrow.ipc.open_stream(mapped))  # references into the file; nothing is read
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"no space left in {quote_name(tempfile.gettempdir())} for a copy of the table"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
+import io
 import json
 import pickle
 import re
@@ -535,7 +536,6 @@ def test_damage_beyond_the_first_rows_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_with_the_folder_of_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full") as full:
-        monkeypatch.setattr("tempfile.NamedTemporaryFile", lambda **options: full)
-        with pytest.raises(WriteError, match=r"no space left in '.*' for a copy of the table"):
-            load(f"csv:{write(tmp_path / 'a.csv', SAMPLE)}")
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda: io.FileIO("/dev/full", "r+"))
+    with pytest.raises(WriteError, match=r"no space left in '.*' for a copy of the table"):
+        load(f"csv:{write(tmp_path / 'a.csv', SAMPLE)}")
