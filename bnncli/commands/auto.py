@@ -21,7 +21,6 @@ from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.resume import state_path
 from bnncli.commands.diagnose import DiagnoseOptions
 from bnncli.commands.evaluate import EvaluateOptions
-from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.commands.fit_ensemble import TEMPERATURE, FitEnsembleOptions, open_member, read_theta
 from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.commands.fit_temperature import FitTemperatureOptions
@@ -90,6 +89,8 @@ from bnncli.system.signals import BudgetSpent
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.commands.extract_features import ExtractFeaturesOptions
+
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -146,6 +147,8 @@ class AutoOptions(CheckedOptions):
     @property
     def extraction(self) -> ExtractFeaturesOptions | None:
         """Return the options of extract-features; None without a network or arrays. Raises UsageError as its own do."""
+        from bnncli.commands.extract_features import ExtractFeaturesOptions  # whose imports the help need not wait for
+
         given = {name: getattr(self, name) for name in _EXTRACTION if getattr(self, name)}
         if given and self.model is None and self.from_npz is None:
             raise UsageError(f"\0{next(iter(given))}\0 needs \0model\0 or \0from_npz\0")
