@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from bnncli.commands.hmc import HmcOptions
 from bnncli.errors import NumericError
 from bnncli.evaluation.convergence import Convergence, convergence
-from bnncli.inference import memory
+from bnncli.inference import structure_choice
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.nuts import sample_nuts
@@ -30,7 +30,7 @@ STEPS_A_TRANSITION = 63  # of NUTS, to plan its warm-up with; it takes what it t
 def measure_hmc(problem: Problem, rates: Rates, arguments: argparse.Namespace) -> list[Row]:
     """Worst-parameter bulk effective draws a second, warm-up and mode in the time; `seconds` are those of one such draw."""
     device, layout, options = problem.features.device, problem.layout, HmcOptions()
-    structure = memory.automatic_structure(layout, budget(device), device=device)
+    structure = structure_choice.automatic_structure(layout, budget(device), device=device)
     repeats = 1 if arguments.quick else 2
     plan = (8, 10, 20) if arguments.quick else (options.chains, options.warmup, options.draws)
 

@@ -15,7 +15,7 @@ from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import GOOD_RHAT, Convergence, deciding_numbers
 from bnncli.inference import memory
 from bnncli.inference.dynamics import WhiteCoordinates
-from bnncli.inference.network_memory import StochasticFitPlan
+from bnncli.inference.memory import StochasticFitPlan
 from bnncli.inference.sghmc import ChainPlan, SghmcPlan, SghmcRun, plan_chains, sample_sghmc
 from bnncli.lazy import torch
 from bnncli.names import count_noun, percent

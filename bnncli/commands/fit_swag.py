@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from bnncli.errors import DataError, UsageError
-from bnncli.inference.network_memory import StochasticFitPlan
+from bnncli.inference.memory import StochasticFitPlan
 from bnncli.inference.sghmc import curvature_passes, largest_curvature
 from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, halve_learning_rate, noise_trace
 from bnncli.integrators.mc import Mc

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import elbo
-from bnncli.inference.network_memory import StochasticFitPlan
+from bnncli.inference.memory import StochasticFitPlan
 from bnncli.inference.sghmc import curvature_passes, largest_curvature
 from bnncli.inference.vi import ViFit, ViPlan, estimate_shortfall, fit_vi
 from bnncli.integrators.mc import Mc

@@ -16,11 +16,11 @@ from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding_numbers
 from bnncli.evaluation.verdict import LOW_BFMI, lowest_bfmi
-from bnncli.inference import memory
+from bnncli.inference import memory, structure_choice
 from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, draw_goals, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.memory import NetworkDraws
 from bnncli.inference.mode import covariance_at
-from bnncli.inference.network_memory import NetworkDraws
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.prior_variants import PriorTrial, search_prior
 from bnncli.inference.row_space import complete_draws
@@ -250,7 +250,9 @@ class Hmc(Method):
         layout, device = inputs.layout, inputs.run.device_name
         if options.is_last_layer:
             whole = inputs.train.layout if self.span else None
-            memory.require_sampling(self.span or inputs.train.layout, device, num_chains=options.chains, whole=whole)
+            structure_choice.require_sampling(
+                self.span or inputs.train.layout, device, num_chains=options.chains, whole=whole
+            )
             return None
         assert isinstance(layout, ModuleLayout)
         rough = registry.load_class("network_curvature", NetworkTarget.rough_structure)
@@ -347,8 +349,8 @@ def whiten_last_layer(
     run, train, base = fitting.run, fitting.train, fitting.base
     target = train.target(prior, run.device)
     whole = train.layout if span else None
-    own = memory.automatic_structure(span or train.layout, budget(run.device), device=run.device, whole=whole)
-    structure = memory.whitening_structure(
+    own = structure_choice.automatic_structure(span or train.layout, budget(run.device), device=run.device, whole=whole)
+    structure = structure_choice.whitening_structure(
         span or train.layout,
         budget(run.device),
         device=run.device,

@@ -18,7 +18,7 @@ from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space, reso
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
 from bnncli.inference.elbo import measure_gain
-from bnncli.inference.network_memory import NetworkDraws
+from bnncli.inference.memory import NetworkDraws
 from bnncli.inference.prior_variants import PriorTrial, search_prior
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.inference.row_space import reduce_gaussian, reduce_target, replace_outside

@@ -1,119 +1,107 @@
-"""Estimate memory and time of last-layer fits from sizes, before they start."""
+"""Estimate the bytes of a fit before it starts, and refuse what does not fit.
+
+A fit holds its inputs, some copies of its structure's matrices, and some vectors of P values. Over a network it also
+passes a block of examples through it; blocks over a last layer's features take a few MB.
+"""
 
 from __future__ import annotations
 
 import bisect
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import ClassifierLayout, MatrixLayout, NetworkLayout, ParamLayout
-from bnncli.posteriors import draws_at_once
-from bnncli.system.devices import Speed, estimate_speed
+from bnncli.parameters.module import ModuleLayout, module_places
+from bnncli.posteriors import draws_at_once, thetas_at_once
 from bnncli.system.memory import budget, is_large, require
 from bnncli.system.workers import team
+from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
+from bnncli.targets.network import NetworkTarget, activation_bytes_of, pairs_at_once
 from bnncli.targets.target import rough_structure
 
 if TYPE_CHECKING:
     import torch
 
-
-SEARCH_FITS, SEARCH_MODES = 10, 16  # of a prior precision search: Hessians computed, modes found
-NUM_DRAWS = 128  # per candidate, common to all candidates so that their noise cancels in comparisons
-MOST_LEFT_OUT = 300  # outputs of a head in leave-one-out: their cube, for hundreds of examples, takes seconds
-NUM_FOLDS = 5  # of cross-validation over the rows of val
-QUICK_SECONDS = 6.0  # time limit for factoring a structure that is chosen automatically: 6,000 parameters on two cores
-QUICK_ANYWHERE = 4762  # parameters of the largest full covariance within that limit on one core, the slowest device
-_MODE_OPERATIONS = 150.0  # per example and parameter: 30 to 120 for easy heads, up to 450 under weak priors
-_GRADIENTS = 4  # per transition of a chain, roughly
+    from bnncli.structures.network_sums import Piece
 
 
-def fit_seconds(
-    structure: str, layout: MatrixLayout, *, num_examples: int, speed: Speed, num_fits: int = 1, num_modes: int = 1
-) -> float:
-    """Estimate the seconds for num_fits covariances of a structure and num_modes modes on a device of this speed.
-
-    Raises:
-        ValueError: there is no such structure.
-    """
-    choices = registry.in_order("curvature")
-    if structure not in choices:
-        raise ValueError(f"structure: expected one of {', '.join(choices)}, got {structure!r}")
-    curvature = registry.load_class("curvature", structure)
-    needed = curvature.operations(layout, num_examples)
-    once = min(num_fits, 1)
-    fit = needed.products / speed.products + needed.elementwise / speed.elementwise + needed.factors / speed.factors
-    fixed = needed.products_once / speed.products + needed.factors_once / speed.factors
-    return (
-        num_fits * fit + once * fixed + num_modes * _MODE_OPERATIONS * num_examples * layout.num_params / speed.products
-    )
-
-
-def largest_full(device: torch.device | str) -> int:
-    """Return the number of parameters of the largest full covariance whose factor and inverse take QUICK_SECONDS."""
-    return round((1.5 * QUICK_SECONDS * estimate_speed(device).factors) ** (1 / 3))
-
-
-def transition_seconds(layout: MatrixLayout, *, num_examples: int, speed: Speed) -> float:
-    """Return the seconds of an hmc transition of one chain: two products with the features per gradient."""
-    return _GRADIENTS * 4 * num_examples * layout.num_params / speed.products
-
-
+NUM_DRAWS = 128  # per candidate of a search, common to all candidates so that their noise cancels in comparisons
 MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
-_WHITENING_SHARE = (
-    1.0  # share of the sampling time that a better whitening may take; each of its draws is worth several others
-)
-_COPIES = 6  # of a structure's matrices at the peak of a fit
-_PANEL_COPIES = 4  # of a full matrix factored in panels
-# of a full matrix whose rows are spread over workers: sums of pairs, part of the panels, and the root
-_SPREAD_COPIES = 2.5
-_MODE_VECTORS = 10  # vectors of P values in the mode search
-_BYTES_A_DRAW = 32  # per parameter: noise, theta in two precisions, and one intermediate product
-_WEIGHT_VECTORS = 40  # per weight of a latent binary network: factors, gradients, Adam's moments, and resume states
+# Copies of a structure's matrices at the peak of a fit, float64. A full matrix of many rows is factored in panels; if
+# its rows are spread over workers: sums of pairs, part of the panels, and the root.
+_COPIES, _PANEL_COPIES, _SPREAD_COPIES = 6, 4, 2.5
+_SPAN_COPIES = 5  # of the features by examples matrix: float64 features, their factors, the basis
+# Vectors of P values, float64.
+_MODE_VECTORS = 10  # in the mode search
+_CHAIN_VECTORS = 16  # per chain within a trajectory
+_COMPLETED_VECTORS = 6  # per chain while a draw in the span is completed to all of theta
+_THETA_VECTORS = 5  # per draw while theta is computed from noise
+_NETWORK_VECTORS = 16  # of a network: theta, gradients, and the check of its derivatives in float64
+_TOGETHER_VECTORS = 24  # of covariances that a search judges together
+_SOLVER_VECTORS = 9  # per draw by conjugate gradients
+_CLIMBING_VECTORS = 56  # of a network's mode: twenty pairs of L-BFGS, two positions with gradients
+# Bytes a value, in two precisions.
+_DRAW_BYTES = 32  # per parameter of a draw: noise, theta in two precisions, and one intermediate product
+_JUDGED_BYTES = 16  # per parameter of a chain's draw: as read, in float64, and half-chains split
+_LAYER_BYTES = 40  # of refine: two precisions, gradient, Adam's two, products, resume states
+_TRAINING_DRAW_BYTES = 100  # per parameter: stored by a step through the layers for its gradient
+_DIRECTION_BYTES = 80  # per parameter: three float64 blocks, their factors and images
+_BASE_COPIES = 2.5  # of a base's file: as read, with derived values, and in a second precision
+# Latent binary networks and minibatches, float32.
+_WEIGHT_VECTORS = 40  # per weight: factors, gradients, Adam's moments, and resume states
 _FLOW_VECTORS = 10  # per parameter of its flows
-_WAITING_WEIGHT_VECTORS = (
-    14  # per weight of a network that waits its turn or is done: starts, resume states, results of all workers
-)
-_WAITING_FLOW_VECTORS = 5
+_WAITING_VECTORS = 14  # per parameter of a network that waits its turn or is done: starts, resume states, results
 _ACTIVATION_VECTORS = 10  # per activation of a batch
 _SCALED_VECTORS = 3  # per input of a layer in a batch, after scaling by multipliers
-_BYTES_A_LAYER_NUMBER = 40  # of refine: two precisions, gradient, Adam's two, products, resume states
-_BYTES_A_TRAINING_DRAW = 100  # per parameter: stored by a step through the layers for its gradient
-_BYTES_A_DIRECTION = 80  # per parameter: three float64 blocks, their factors and images
 _BATCH_VECTORS = 4  # per minibatch logit of each draw
-_CHAIN_VECTORS = 16  # vectors of P values per chain within a trajectory
-_SPAN_COPIES = 5  # of the features by examples matrix: float64 features, their factors, the basis
-_COMPLETED_VECTORS = 6  # vectors of P values per chain while a draw in the span is completed to all of theta
+_BLOCK = 1.5  # a network's block, of what its tensors take: what flows back through its layers, and free memory between blocks
+
+
+def structures() -> list[str]:
+    """Return all structures of a last layer, most to least expressive."""
+    return registry.in_order("curvature")
+
+
+def num_elements(structure: str, layout: ParamLayout) -> int:
+    """Return the size of one copy of the structure's matrices."""
+    kind = "network_curvature" if isinstance(layout, ModuleLayout) else "curvature"
+    return int(registry.load_class(kind, structure).num_elements(layout))
 
 
 def fit_bytes(structure: str, layout: MatrixLayout, *, num_draws: int = 0, whole: MatrixLayout | None = None) -> int:
-    """Return the bytes to fit a Gaussian of this structure, with `num_draws` draws at once to judge it.
+    """Return the bytes to fit a Gaussian of this structure to a last layer, with `num_draws` draws at once to judge it.
 
     Args:
         whole: layout of all of theta, if `layout` is the span of the features; draws are of all of theta.
     """
     size = layout.num_params
-    matrices = _copies(structure, layout) * max(
-        _elements(structure, layout), _elements(rough_structure(layout.num_outputs), layout)
-    )
+    rough = num_elements(rough_structure(layout.num_outputs), layout)
+    matrices = _copies(structure, layout) * max(num_elements(structure, layout), rough)
     if size <= MAX_FULL_PRECONDITIONER:
         matrices += 2 * size**2
-    drawn = _BYTES_A_DRAW * num_draws * (whole or layout).num_params
+    drawn = _DRAW_BYTES * num_draws * (whole or layout).num_params
     return round(8 * (matrices + _MODE_VECTORS * size + _SPAN_COPIES * _basis_elements(layout, whole)) + drawn)
 
 
-def _copies(structure: str, layout: MatrixLayout) -> float:
+def _copies(structure: str, layout: ParamLayout) -> float:
     """Return the number of copies of a structure's matrices at the peak of a fit, per worker."""
     if structure != structures()[0] or not is_large(layout.num_params):
         return _COPIES
     others = team()
-    return _PANEL_COPIES if others is None or others.size == 1 else _SPREAD_COPIES
+    is_spread = others is not None and others.size > 1 and not isinstance(layout, ModuleLayout)
+    return _SPREAD_COPIES if is_spread else _PANEL_COPIES
 
 
 def has_room_whole(layout: ParamLayout, device: torch.device | str) -> bool:
     """Return whether a full Hessian and its covariance fit on one device; else the rows are spread over the workers."""
     return 8 * _PANEL_COPIES * layout.num_params**2 <= budget(device)
+
+
+def _basis_elements(layout: MatrixLayout, whole: MatrixLayout | None) -> int:
+    """Return the size of the basis of the span; 0 if the layout is all of theta."""
+    return 0 if whole is None else whole.num_features * layout.num_features
 
 
 def sampling_bytes(structure: str, layout: MatrixLayout, *, num_chains: int, whole: MatrixLayout | None = None) -> int:
@@ -136,8 +124,8 @@ def refinement_bytes(
     Args:
         elements: size of the stored covariance, for structures without a curvature.
     """
-    matrices = (_elements(structure, layout) if elements is None else elements) + _basis_elements(layout, whole)
-    return 20 * matrices + max(training, _BYTES_A_DRAW * num_draws * (whole or layout).num_params)
+    matrices = (num_elements(structure, layout) if elements is None else elements) + _basis_elements(layout, whole)
+    return 20 * matrices + max(training, _DRAW_BYTES * num_draws * (whole or layout).num_params)
 
 
 def training_bytes(layout: ClassifierLayout, *, num_layer_params: int, num_draws: int, batch_size: int = 0) -> int:
@@ -149,13 +137,13 @@ def training_bytes(layout: ClassifierLayout, *, num_layer_params: int, num_draws
         batch_size: of minibatches; 0 if a step uses all data, in blocks.
     """
     batch = layout.num_features + _BATCH_VECTORS * num_draws * layout.num_outputs
-    draws = _BYTES_A_TRAINING_DRAW * num_draws * layout.num_params
-    return _BYTES_A_LAYER_NUMBER * num_layer_params + draws + 4 * batch_size * batch
+    draws = _TRAINING_DRAW_BYTES * num_draws * layout.num_params
+    return _LAYER_BYTES * num_layer_params + draws + 4 * batch_size * batch
 
 
 def subspace_bytes(num_params: int, num_directions: int) -> int:
     """Return the bytes for directions in whitened coordinates: found from three times as many, then in two precisions."""
-    return _BYTES_A_DIRECTION * num_params * num_directions
+    return _DIRECTION_BYTES * num_params * num_directions
 
 
 def latent_bytes(
@@ -168,77 +156,43 @@ def latent_bytes(
         num_flow_params: flow parameters per network.
         num_waiting: networks of all workers, if they are fitted in turns.
     """
-    waiting = _WAITING_WEIGHT_VECTORS * layout.num_params + _WAITING_FLOW_VECTORS * num_flow_params
+    waiting = _WAITING_VECTORS * (layout.num_params + num_flow_params)
     vectors = _WEIGHT_VECTORS * layout.num_params + _FLOW_VECTORS * num_flow_params
-    activations = _ACTIVATION_VECTORS * sum(layout.sizes[1:]) + _SCALED_VECTORS * sum(layout.sizes[:-1]) * (
-        num_flow_params > 0
-    )
+    scaled = _SCALED_VECTORS * sum(layout.sizes[:-1]) * (num_flow_params > 0)
+    activations = _ACTIVATION_VECTORS * sum(layout.sizes[1:]) + scaled
     training = num_repeats * (vectors + batch_size * activations)
     return 4 * (training + num_waiting * waiting) + 8 * batch_size * layout.num_features
 
 
 def stored_bytes(structure: str, layout: MatrixLayout, *, whole: MatrixLayout | None = None) -> int:
     """Return the bytes of a Gaussian's file: float64 matrices, float32 Hessian, mean and head."""
-    return 12 * _elements(structure, layout) + 8 * _basis_elements(layout, whole) + 12 * (whole or layout).num_params
+    return 12 * num_elements(structure, layout) + 8 * _basis_elements(layout, whole) + 12 * (whole or layout).num_params
 
 
-def automatic_structure(layout: MatrixLayout, budget: int, *, device: torch.device | str, **sizes: Any) -> str:
-    """Return the structure to fit by default.
-
-    Full if it fits in the budget (bytes) and is quick to factor on the device: 6,000 parameters on two cores, 27,000 or
-    more on a GPU that is fast in float64. Otherwise block if it fits and its sums over examples cost no more than those
-    of the largest quick full one (in the span of the features, where examples are few: if its factors do); otherwise
-    kron if it fits; otherwise diag. Sizes as in fit_bytes.
-    """
-    return next(iter(automatic_structures(layout, budget, device=device, **sizes)), structures()[-1])
+def made_draw_bytes(num_params: int, num_draws: int) -> int:
+    """Return the bytes while draws of theta are computed from noise, in blocks."""
+    noise = min(num_draws, draws_at_once(num_params))
+    return 8 * num_params * (noise + _THETA_VECTORS * min(noise, thetas_at_once(num_params)))
 
 
-def automatic_structures(layout: MatrixLayout, budget: int, *, device: torch.device | str, **sizes: Any) -> list[str]:
-    """Return all structures that are quick and fit in the budget (bytes), best first; see automatic_structure."""
-    in_span = sizes.get("whole") is not None
+def draw_prediction_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
+    """Return the bytes to predict with draws of theta.
 
-    def is_quick(name: str) -> bool:
-        most = partial(registry.load_class("curvature", name).most_elements, layout, in_span=in_span)
-        elements = _elements(name, layout)
-        # Structures that are quick everywhere need no device lookup, which imports torch.
-        return elements <= most(largest_full=QUICK_ANYWHERE) or elements <= most(largest_full=largest_full(device))
-
-    quick = [name for name in structures() if is_quick(name)]
-    return [name for name in quick if fit_bytes(name, layout, **sizes) <= budget]
-
-
-def whitening_structure(
-    layout: MatrixLayout,
-    budget: int,
-    *,
-    device: torch.device | str,
-    num_examples: int,
-    num_chains: int,
-    num_draws: int,
-    whole: MatrixLayout | None = None,
-) -> str:
-    """Return the structure of the Gaussian that whitens chains.
-
-    The default of fit-laplace, or full if it takes no longer than sampling: a prior search fits ten such Gaussians,
-    chains need only one, and it improves every draw (7,700 parameters of 20 classes, 16 chains of 260 draws: full gives
-    R-hat 1.008 and ESS 3,676, block 1.213 and 53).
+    float32: the stored draws, the chosen ones if not all are used, and matrices of these with the biases. Generated
+    draws also need noise and theta of a part of them in float64.
 
     Args:
-        num_draws: per chain, including warm-up.
+        num_used: draws used to predict.
+        num_stored: draws of a samples posterior; 0 if draws are generated.
     """
-    structure = automatic_structure(layout, budget, device=device, whole=whole)
-    closest = structures()[0]
-    if whole is not None or structure == closest or sampling_bytes(closest, layout, num_chains=num_chains) > budget:
-        return structure
-    speed = estimate_speed(device)
-    drawing = num_draws * num_chains * transition_seconds(layout, num_examples=num_examples, speed=speed)
-    making = fit_seconds(closest, layout, num_examples=num_examples, speed=speed)
-    return closest if making <= _WHITENING_SHARE * drawing else structure
+    copies = 1 if num_used == num_stored else 2
+    made = 0 if num_stored else made_draw_bytes(num_params, num_used)
+    return 4 * num_params * (num_stored + copies * num_used) + made
 
 
-def structures() -> list[str]:
-    """Return all structures, most to least expressive."""
-    return registry.in_order("curvature")
+def draw_storage_bytes(num_params: int, num_draws: int) -> int:
+    """Return the bytes on disk of a sampler's draws: while sampling, and in the artifact."""
+    return 2 * num_draws * (4 * num_params + 64)
 
 
 def require_fit(structure: str, layout: MatrixLayout, device: torch.device | str, **sizes: Any) -> None:
@@ -250,19 +204,6 @@ def require_fit(structure: str, layout: MatrixLayout, device: torch.device | str
     )
     what = f"a {structure} covariance with {layout.num_params} parameters"
     require(fit_bytes(structure, layout, **sizes), device, what=what, hint=hint)
-
-
-def require_sampling(
-    layout: MatrixLayout, device: torch.device | str, *, num_chains: int, whole: MatrixLayout | None = None
-) -> None:
-    """Raise DeviceError, naming how many chains fit, if these do not."""
-    there = budget(device)
-    whitening = automatic_structure(layout, there, device=device, whole=whole)  # a closer one is used only if it fits
-    one, more = (sampling_bytes(whitening, layout, num_chains=count, whole=whole) for count in (1, 2))
-    most = 1 + (there - one) // (more - one)
-    hint = f"use at most \0chains\0 {most}" if most > 0 else "no chain fits: use a head with fewer features"
-    needed = sampling_bytes(whitening, layout, num_chains=num_chains, whole=whole)
-    require(needed, device, what=f"hmc with {num_chains} chains and {layout.num_params} parameters", hint=hint)
 
 
 def require_refinement(
@@ -287,26 +228,6 @@ def require_refinement(
     hint = f"refine a base fitted with fit-laplace \0structure\0 {fitting[0]}" if fitting else less
     needed = refinement_bytes(structure, layout, **sizes, elements=elements)
     require(needed, device, what=f"refining a {structure} Gaussian with {layout.num_params} parameters", hint=hint)
-
-
-def draw_prediction_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
-    """Return the bytes to predict with draws of theta.
-
-    float32: the stored draws, the chosen ones if not all are used, and matrices of these with the biases. Generated
-    draws also need noise and theta of a part of them in float64.
-
-    Args:
-        num_used: draws used to predict.
-        num_stored: draws of a samples posterior; 0 if draws are generated.
-    """
-    copies = 1 if num_used == num_stored else 2
-    made = 0 if num_stored else _BYTES_A_DRAW * min(num_used, draws_at_once(num_params))
-    return num_params * (4 * (num_stored + copies * num_used) + made)
-
-
-def draw_storage_bytes(num_params: int, num_draws: int) -> int:
-    """Return the bytes on disk of a sampler's draws: while sampling, and in the artifact."""
-    return 2 * num_draws * (4 * num_params + 64)
 
 
 def require_draws(
@@ -363,11 +284,251 @@ def require_latent(
     require(needed(num_repeats), device, what=what, hint=hint)
 
 
-def _elements(structure: str, layout: MatrixLayout) -> int:
-    """Return the size of one copy of the structure's matrices."""
-    return int(registry.load_class("curvature", structure).num_elements(layout))
+def block_bytes(layout: ModuleLayout, device: torch.device, num_pairs: int, dtype: torch.dtype = torch.float32) -> int:
+    """Return the bytes of a gradient over a block of as many of `num_pairs` pairs of draw and example as it holds."""
+    pairs = min(num_pairs, pairs_at_once(layout, device, dtype))
+    return round(_BLOCK * pairs * activation_bytes_of(layout, dtype))
 
 
-def _basis_elements(layout: MatrixLayout, whole: MatrixLayout | None) -> int:
-    """Return the size of the basis of the span; 0 if the layout is all of theta."""
-    return 0 if whole is None else whole.num_features * layout.num_features
+def logit_block_bytes(layout: ModuleLayout, device: torch.device, num_examples: int, structure: str) -> int:
+    """Return the bytes of a block of at most `num_examples` while their logits' covariances are computed layer by layer."""
+    from bnncli.structures.logit_gaussian import is_turned, largest_root
+    from bnncli.structures.network_logits import block_size
+    from bnncli.structures.network_sums import matrices_of, scales_of
+
+    pieces: list[Piece] = [*matrices_of(layout), *scales_of(layout)]
+    taken = {part.name for piece in pieces for part in piece.parts}
+    num_others = sum(part.place.stop - part.place.start for part in layout.parts if part.name not in taken)
+    root = largest_root(structure, layout)
+    count, each = block_size(layout, root, device, num_others)
+    if is_turned(structure):  # linear layers that an example calls once need no derivatives
+        places, once = module_places(layout), _find_called_once(layout)
+        sizes = {name: place.stop - place.start for name, place in places.items()}
+        left = max((size for name, size in sizes.items() if name not in once), default=0)
+        each = block_size(layout, root // max(sizes.values()) * left, device, num_others)[1]
+    return 4 * each * min(count, num_examples)
+
+
+def logit_cache_bytes(layout: ModuleLayout, structure: str) -> int:
+    """Return the bytes per example to keep linearised logits: inputs of layers called once, else derivatives, float32."""
+    from bnncli.structures.logit_gaussian import is_turned
+
+    once = _find_called_once(layout) if is_turned(structure) else {}
+    sizes = {name: place.stop - place.start for name, place in module_places(layout).items()}
+    each = (
+        layout.num_outputs * once[name] + size // once[name] if name in once else layout.num_outputs * size
+        for name, size in sizes.items()
+    )
+    return 4 * (layout.num_outputs + sum(each))
+
+
+def _find_called_once(layout: ModuleLayout) -> dict[str, int]:
+    """Return the outputs of each linear layer that is called once, at one position of an example."""
+    shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
+    return {name: shape[0] for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}
+
+
+def network_bytes(layout: ModuleLayout, num_inputs: int) -> int:
+    """Return the bytes of inputs, labels and the vectors that any work over a network holds, and of its other weights."""
+    assert layout.network is not None
+    num_frozen = sum(value.numel() for value in layout.network.module.parameters()) - layout.num_params
+    return (4 * layout.num_features + 8) * num_inputs + 8 * (num_frozen + _NETWORK_VECTORS * layout.num_params)
+
+
+MOST_FULL = 2000  # parameters up to which full is chosen automatically for a network: its factors take seconds
+AUTOMATIC = ("full", "kron", "diag")  # automatic choices for a network; the first that is quick and fits
+_KEPT_SHARE = 8  # at most one part in this many of the device holds what val's linearised logits are computed from
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """The memory plan of a fit over a network.
+
+    Args:
+        layout: of the chosen parameters, bound to the network.
+        num_examples, num_held: size of training and validation data, 0 without any.
+        choice: what H is, and what is kept of it.
+        structures: available structures, most to least expressive.
+        is_search: whether a prior precision is searched for on the validation data.
+        num_drawn: draws by conjugate gradients, or 0.
+        is_climb: whether the mode is searched for.
+    """
+
+    layout: ModuleLayout
+    num_examples: int
+    num_held: int
+    choice: CurvatureChoice
+    structures: tuple[str, ...]
+    is_search: bool
+    num_drawn: int = 0
+    is_climb: bool = False
+
+    def fit_bytes(self, structure: str, device: torch.device) -> int:
+        """Return the peak bytes: what is held, and the covariance or, beside H and its covariance, the work on blocks."""
+        from bnncli.structures.logit_gaussian import is_by_layer
+
+        layout, elements = self.layout, self._elements(structure)
+        held, covariance = (
+            network_bytes(layout, self.num_examples + self.num_held),
+            round(8 * _copies(structure, layout) * elements),
+        )
+        if held + covariance > budget(device):
+            return held + covariance  # too much even before anything is measured
+        vectors = max(_TOGETHER_VECTORS * self.is_search, _SOLVER_VECTORS * self.num_drawn)
+        if self.is_search and not is_by_layer(structure):
+            vectors += NUM_DRAWS  # noise
+        if self.is_climb:
+            whitening = num_elements(NetworkTarget.rough_structure, layout)
+            covariance = max(covariance, 8 * (_COPIES + 2) * whitening + 8 * _CLIMBING_VECTORS * layout.num_params)
+            vectors = max(vectors, _CLIMBING_VECTORS)
+        block = block_bytes(layout, device, self.num_examples, torch.float64)
+        if self.num_held:
+            block = max(block, logit_block_bytes(layout, device, self.num_held, structure))
+        return held + max(covariance, 8 * (2 * elements + vectors * layout.num_params) + block)
+
+    def kept_bytes(self, structure: str, device: torch.device) -> int:
+        """Return the bytes held for val's linearised logits, shared by search rounds and integrators; 0 if they do not fit."""
+        needed, there = self.num_held * logit_cache_bytes(self.layout, structure), budget(device)
+        return needed if needed <= min(there // _KEPT_SHARE, there - self.fit_bytes(structure, device)) else 0
+
+    def stored_bytes(self, structure: str) -> int:
+        """Return the bytes of the posterior's file: float64 matrices, mean, and the network's parameters."""
+        if self.num_drawn:
+            return 4 * self.num_drawn * self.layout.num_params + 16 * self.layout.num_params
+        return 8 * self._elements(structure) + 16 * self.layout.num_params
+
+    def automatic_structure(self, device: torch.device) -> str:
+        """Return the structure to fit by default; diag if none is quick and fits."""
+        there = budget(device)
+        for name in AUTOMATIC:
+            is_quick = name != "full" or self.layout.num_params <= MOST_FULL or self.choice.kind == HESSIAN
+            if name in self.structures and is_quick and self.fit_bytes(name, device) <= there:
+                return name
+        return next(name for name in reversed(AUTOMATIC) if name in self.structures)
+
+    def require_fit(self, structure: str, device: torch.device) -> int:
+        """Return the bytes of a fit. Raises DeviceError, naming the first structure that fits, if this one does not."""
+        there = budget(device)
+        needed = self.fit_bytes(structure, device)
+        if needed <= there:
+            return needed + self.kept_bytes(structure, device)
+        fitting = [name for name in self.structures if self.fit_bytes(name, device) <= there]
+        hint = f"use \0structure\0 {fitting[0]}, which fits" if fitting else "no structure fits: use fewer \0layers\0"
+        if network_bytes(self.layout, self.num_examples + self.num_held) > there:
+            hint = "the inputs alone need more memory: extract the features of fewer examples"
+        what = f"a {structure} covariance with {self.layout.num_params:,} parameters"
+        require(needed, device, what=what, hint=hint)
+        return needed
+
+    def _elements(self, structure: str) -> int:
+        """Return the size of one copy of the structure's matrices."""
+        if structure == "low-rank":
+            return min(self.choice.rank, self.layout.num_params) * self.layout.num_params
+        if structure == "subnetwork":
+            return min(self.choice.size, self.layout.num_params) ** 2
+        return num_elements(structure, self.layout)
+
+
+@dataclass(frozen=True)
+class NetworkDraws:
+    """The memory plan of draws over a network.
+
+    Args:
+        layout: of the chosen parameters, bound to the network.
+        num_examples, num_held: size of training and validation data, 0 without any.
+        base_bytes: of the base's file, float64, or of what replaces it.
+    """
+
+    layout: ModuleLayout
+    num_examples: int
+    num_held: int
+    base_bytes: int
+
+    def sampling_bytes(self, device: torch.device, *, num_chains: int, num_draws: int) -> int:
+        """Return the bytes for chains with num_draws draws each, which are read from their file to be judged."""
+        chain = max(8 * _CHAIN_VECTORS + 4 * num_draws, _JUDGED_BYTES * num_draws)
+        chains = num_chains * self.layout.num_params * chain
+        return self._held + chains + block_bytes(self.layout, device, num_chains * self.num_examples)
+
+    def require_sampling(self, device: torch.device, *, num_chains: int, num_draws: int) -> int:
+        """Return the bytes for chains. Raises DeviceError, naming how many fit, if these do not."""
+
+        def needed(count: int) -> int:
+            return self.sampling_bytes(device, num_chains=count, num_draws=num_draws)
+
+        fitting = bisect.bisect_right(range(1, num_chains), budget(device), key=needed)
+        hint = f"use at most \0chains\0 {fitting}" if fitting else "no chain fits: use fewer \0layers\0"
+        what = f"hmc with {num_chains} chains and {self.layout.num_params} parameters"
+        require(needed(num_chains), device, what=what, hint=hint)
+        return needed(num_chains)
+
+    def refinement_bytes(
+        self, device: torch.device, *, training: int, num_drawn: int, num_judging: int, num_predicting: int
+    ) -> int:
+        """Return the bytes to refine with a flow.
+
+        Args:
+            training: training_bytes of the flow.
+            num_drawn: draws per step.
+            num_judging: draws for the ELBO.
+            num_predicting: draws to predict the validation data.
+        """
+        size, num_predicting = self.layout.num_params, num_predicting * (self.num_held > 0)
+        drawn = made_draw_bytes(size, max(num_judging, num_predicting)) + 4 * size * num_predicting
+        block = block_bytes(self.layout, device, num_drawn * self.num_examples)
+        return self._held + max(
+            training + block, drawn + block_bytes(self.layout, device, num_judging * self.num_examples)
+        )
+
+    def require_refinement(self, device: torch.device, **sizes: int) -> int:
+        """Return the bytes of a flow; sizes as in refinement_bytes. Raises DeviceError if it does not fit."""
+        needed = self.refinement_bytes(device, **sizes)
+        hint = "use fewer \0elbo_draws\0, a shorter \0length\0 or a smaller \0subspace\0"
+        require(needed, device, what=f"refining a Gaussian of {self.layout}", hint=hint)
+        return needed
+
+    @property
+    def _held(self) -> int:
+        """Return the bytes of the inputs, of vectors, and of the base."""
+        return network_bytes(self.layout, self.num_examples + self.num_held) + round(_BASE_COPIES * self.base_bytes)
+
+
+_FULL_STEPS = 32  # full-data steps prepared at once, as in bnncli.inference.refine
+_PREPARED = 2**26  # bytes of batches and draws of several steps prepared at once on a CPU, as in bnncli.training.loop
+
+
+@dataclass(frozen=True)
+class StochasticFitPlan:
+    """The memory plan of a stochastic fit.
+
+    Args:
+        num_vectors: vectors of P values, float64: parameters, gradients, optimizer and resume states.
+        num_drawn: thetas whose gradients a step takes.
+        batch_size: examples per step; all or more for no minibatches.
+        num_kept: draws (float32) that it returns.
+        num_predicting: draws that predict val.
+        num_judging: draws whose log joint is computed.
+    """
+
+    num_vectors: int
+    num_drawn: int
+    batch_size: int
+    num_kept: int = 0
+    num_predicting: int = 0
+    num_judging: int = 0
+
+    def fit_bytes(self, layout: ClassifierLayout, num_examples: int, num_held: int, device: torch.device) -> int:
+        """Return the bytes for a last layer, or for a network's parameters including its inputs."""
+        size, batch = layout.num_params, min(self.batch_size, num_examples)
+        is_whole = self.batch_size >= num_examples
+        one = 4 * (self.num_drawn * size + batch * layout.num_features * (not is_whole))
+        num_steps = _FULL_STEPS if is_whole else -(-num_examples // self.batch_size)
+        step = max(one, min(_PREPARED, num_steps * one))
+        used = draw_prediction_bytes(size, num_used=max(self.num_predicting, 1), num_stored=self.num_kept)
+        judging = draw_prediction_bytes(size, num_used=self.num_judging) if self.num_judging else 0
+        held = 8 * self.num_vectors * size + 4 * self.num_kept * size
+        if not isinstance(layout, ModuleLayout):
+            return held + max(step + 4 * batch * _BATCH_VECTORS * self.num_drawn * layout.num_outputs, used, judging)
+        held += network_bytes(layout, num_examples + num_held)
+        block = block_bytes(layout, device, max(self.num_drawn * batch, (num_held + self.num_judging) * num_examples))
+        return held + max(step, used * (num_held > 0), judging) + block

@@ -17,7 +17,7 @@ from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.structures import Covariance, cheapest_root, count_pass, ggn, structure_of
 from bnncli.system import signals
-from bnncli.system.memory import give_back_freed, is_large
+from bnncli.system.memory import is_large
 from bnncli.system.workers import team
 from bnncli.targets.target import CurvedTarget, UnevenTarget
 
@@ -131,7 +131,6 @@ def covariance_at(
         kept = {"before": before.covariance}
     if hessian is None:
         hessian = ggn(target, theta, structure, before=before.hessian if before is not None and kept else None)
-        give_back_freed()
     covariance: Covariance = kind.from_hessian(hessian, target.prior, target.layout, **kept)
     return LocalCovariance(covariance, hessian, bool(target.curvature(structure).fixed))
 
@@ -483,9 +482,6 @@ NEAR = 0.05  # posterior standard deviations per parameter: such a centre is acc
 _PASSES_A_PRODUCT = 2  # with the exact Hessian, besides a gradient, measured (LeNet-5: 1.8, an MLP: 1.7)
 _PASSES_A_WHITENING = 4
 _PAIRS = 20  # of L-BFGS
-CLIMBING_VECTORS = (
-    2 * _PAIRS + 16
-)  # vectors of P values, float64: the pairs, two positions with gradients, and intermediate values
 _AGE = 100  # L-BFGS steps after which the whitening is recomputed
 _WINDOW = 10  # L-BFGS steps whose gain decides whether to continue
 _SMALL_GAIN = 5e-3  # nats of the log joint within the window

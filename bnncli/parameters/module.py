@@ -20,8 +20,6 @@ from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamLayout, Param
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from bnncli.parameters.tensor_bytes import Growth
-
 
 @contextmanager
 def differentiable(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
@@ -176,7 +174,6 @@ class ModuleNetwork:
         return next(self.module.parameters()).device
 
 
-_CHANNELS = {"AVX512": 16}  # channels that CPU convolutions process at once, float32; 8 on all others
 _FEW, _MORE = 2, 6  # examples to measure on; what does not grow with them is not counted
 
 
@@ -186,40 +183,20 @@ def activation_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
     return max(0, (more - few) // (_MORE - _FEW))
 
 
-def gradient_growth(network: ModuleNetwork, names: Collection[str], input_shape: Sequence[int]) -> Growth:
-    """Measure the peak of a gradient with respect to these parameters, float32: stored and backpropagated values."""
-    params = {name: value.detach().float() for name, value in network.module.named_parameters() if name in names}
+def pass_bytes(network: ModuleNetwork, input_shape: Sequence[int], names: Collection[str] = ()) -> int:
+    """Measure the bytes per example at the peak of a pass on zeros, float32, with a gradient in the named parameters, if any."""
+    from bnncli.parameters.tensor_bytes import bytes_per_example  # it imports torch
 
-    def gradient(count: int) -> None:
-        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-        with torch.enable_grad():
-            logits = network(torch.zeros(count, *input_shape, device=network.device), leaves)
-            torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
-
-    return _growth(gradient)
-
-
-def forward_growth(network: ModuleNetwork, input_shape: Sequence[int]) -> Growth:
-    """Measure the peak of a forward pass without gradients, including the inputs, float32."""
     params = {name: value.detach().float() for name, value in network.module.named_parameters()}
 
-    def forward(count: int) -> None:
-        with torch.no_grad():
-            network(torch.zeros(count, *input_shape, device=network.device), params)
+    def work(count: int) -> None:
+        leaves = {name: params[name].requires_grad_() for name in names if name in params}
+        with torch.set_grad_enabled(bool(names)):
+            logits = network(torch.zeros(count, *input_shape, device=network.device), params)
+            if leaves:
+                torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
 
-    return _growth(forward)
-
-
-def padded_output_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
-    """Return the bytes per example of the largest convolution output, channels padded to 8 or 16, float32.
-
-    CPU kernels copy it into this layout, in addition to the tensors.
-    """
-    together = _CHANNELS.get(torch.backends.cpu.get_cpu_capability(), 8)
-    convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-    modules = {name: one for name, one in network.module.named_modules() if isinstance(one, convolutions)}
-    shapes = _output_shapes(network, modules, input_shape)[1]
-    return max((4 * -(-shape[0] // together) * together * math.prod(shape[1:]) for shape in shapes), default=0)
+    return bytes_per_example(work)
 
 
 def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape: Sequence[int]) -> dict[str, int]:
@@ -229,14 +206,6 @@ def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape:
     for name, shape in zip(*_output_shapes(network, modules, input_shape), strict=True):
         found[name] += math.prod(shape)
     return found
-
-
-def _growth(work: Callable[[int], object]) -> Growth:
-
-    work(1)  # exclude what a network allocates on its first call
-    from bnncli.parameters.tensor_bytes import measure_growth  # it imports torch
-
-    return measure_growth(work, _FEW, _MORE)
 
 
 def _output_shapes(
@@ -356,19 +325,14 @@ class ModuleLayout:
         return self.likelihood.num_classes
 
     @cached_property
-    def working(self) -> Growth:
-        """Peak of a gradient with respect to theta, float32, measured on few examples."""
-        return gradient_growth(self._bound, [part.name for part in self.parts], self.input_shape)
-
-    @property
     def working_bytes(self) -> int:
-        """Its bytes per example."""
-        return max(4 * self.widest, self.working.each)
+        """Bytes per example at the peak of a gradient with respect to theta, float32, as measured on few examples."""
+        return max(4 * self.widest, pass_bytes(self._bound, self.input_shape, [part.name for part in self.parts]))
 
     @cached_property
-    def laid_out_bytes(self) -> int:
-        """Bytes of the largest convolution output in the layout of CPU kernels; 0 without convolutions."""
-        return padded_output_bytes(self._bound, self.input_shape)
+    def forward_bytes(self) -> int:
+        """Bytes per example at the peak of a pass without gradients, likewise."""
+        return pass_bytes(self._bound, self.input_shape)
 
     @cached_property
     def outputs_of_owners(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import write_posterior
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, NumericError, UsageError
-from bnncli.inference.network_memory import StochasticFitPlan
+from bnncli.inference.memory import StochasticFitPlan
 from bnncli.likelihoods import name_to_record
 from bnncli.options.shared import LayersOptions, TargetOptions
 from bnncli.parameters.layouts import HeadLayout
@@ -498,10 +498,7 @@ def require_steps(inputs: FitInputs, plan: StochasticFitPlan, *, method: str, hi
         DeviceError: memory is short.
     """
     layout, num_examples = inputs.layout, inputs.num_examples
-    if inputs.options.is_last_layer:
-        needed = plan.head_bytes(cast(HeadLayout, layout), num_examples)
-    else:
-        needed = plan.network_bytes(cast("ModuleLayout", layout), num_examples, inputs.num_val, inputs.run.device)
+    needed = plan.fit_bytes(layout, num_examples, inputs.num_val, inputs.run.device)
     if inputs.base is not None and inputs.base.is_gaussian:
         needed += num_bases * inputs.base.path.stat().st_size
     require(needed, inputs.run.device_name, what=f"fit-{method} of {layout.num_params:,} parameters", hint=hint)

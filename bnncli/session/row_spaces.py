@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
-from bnncli.inference import memory
+from bnncli.inference import structure_choice
 from bnncli.parameters.layouts import HeadLayout, reduced_layout
 from bnncli.session.inputs import Split
 from bnncli.session.run import Run
@@ -33,7 +33,7 @@ def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any
         return None
     span = reduced_layout(train.layout, num_examples)
     if structure == "auto":
-        structure = memory.automatic_structure(
+        structure = structure_choice.automatic_structure(
             span, budget(run.device_name), device=run.device_name, whole=train.layout, **sizes
         )
     return span if registry.read_declared("curvature", structure, "is_fitted_in_span") else None

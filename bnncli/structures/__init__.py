@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.parameters.module import ModuleLayout
-    from bnncli.targets.network import NetworkTarget
 
 
 class Covariance(Protocol):
@@ -198,23 +197,6 @@ class NetworkCurvature(Curvature, Protocol):
     """Sort key, from the structure that captures most of the posterior (lowest) to the least."""
     about: ClassVar[str]
     """A few words for `--help`; may be empty."""
-
-    @staticmethod
-    def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """Run the work of `hessian` on one block of examples, to measure its cost, without what follows the sums.
-
-        Optional if `hessian` is nothing but the sums.
-        """
-
-    @staticmethod
-    def examples_at_once(target: NetworkTarget) -> int:
-        """Return the number of examples in a block; optional, defaults to the target's."""
-
-    begins_with: ClassVar[str]
-    """Another structure, which `hessian` computes first; optional.
-
-    The two costs are measured separately: their maximum grows with the number of examples like neither of them.
-    """
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

@@ -22,7 +22,7 @@ from bnncli.structures.factorisation import inverse_root
 from bnncli.structures.full import Full
 from bnncli.structures.logits import Independent, LogitCovariance
 from bnncli.structures.network_logits import BlockRoot, Blocks, PulledBlock, consecutive_places
-from bnncli.structures.network_sums import examples_at_once, weighted_rows
+from bnncli.structures.network_sums import weighted_rows
 from bnncli.targets.grams import tiles, weighted_grams
 from bnncli.targets.last_layer import scale_by_likelihood, sum_over_examples
 
@@ -299,11 +299,6 @@ class NetworkBlock:
             for module, place in places.items():
                 totals[module] += rows[:, place].T @ rows[:, place]
         return {f"hessian.block.{module}": total * target.likelihood_scale for module, total in totals.items()}
-
-    @staticmethod
-    def examples_at_once(target: NetworkTarget) -> int:
-        """Return the number of examples whose rows fit at once."""
-        return examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

@@ -24,13 +24,11 @@ from bnncli.structures.logits import Independent, LogitCovariance
 from bnncli.structures.network_logits import BlockRoot, Blocks, MatrixDerivatives, Turned, build_turned, weighted_root
 from bnncli.structures.network_sums import (
     Columns,
-    Finder,
     MatrixUse,
     PatchesUse,
     Piece,
     Use,
     diagonal_of,
-    find_by_name,
     find_checked,
     forward,
     gradients,
@@ -188,32 +186,24 @@ class NetworkDiag:
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
         """Return `hessian.diag`, (P,) float64."""
-        return _diagonal(target, theta, are=find_checked)
-
-    @staticmethod
-    def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """Compute the diagonal of one block, without checking the pieces."""
-        return _diagonal(target, theta, are=find_by_name)
+        layout = target.layout
+        theta = theta.to(target.device, target.dtype)
+        total = torch.zeros(layout.num_params, dtype=torch.float64, device=target.device)
+        pieces = find_checked(
+            layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)]
+        )
+        known = {part.name for piece in pieces for part in piece.parts}
+        _add_pieces(total, target, theta, pieces)
+        others: list[ParamPart] = [part for part in layout.parts if part.name not in known]
+        columns = Columns(target, num_drawn=0, seed=0)
+        for part, values in zip(others, diagonal_of(target, theta, others, columns), strict=True):
+            total[part.place] = values
+        return {"hessian.diag": total.mul_(target.likelihood_scale)}
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Return P."""
         return layout.num_params
-
-
-def _diagonal(target: NetworkTarget, theta: Tensor, *, are: Finder) -> dict[str, Tensor]:
-    """Return `hessian.diag`, using the pieces that `are` accepts."""
-    layout = target.layout
-    theta = theta.to(target.device, target.dtype)
-    total = torch.zeros(layout.num_params, dtype=torch.float64, device=target.device)
-    pieces = are(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
-    known = {part.name for piece in pieces for part in piece.parts}
-    _add_pieces(total, target, theta, pieces)
-    others: list[ParamPart] = [part for part in layout.parts if part.name not in known]
-    columns = Columns(target, num_drawn=0, seed=0)
-    for part, values in zip(others, diagonal_of(target, theta, others, columns), strict=True):
-        total[part.place] = values
-    return {"hessian.diag": total.mul_(target.likelihood_scale)}
 
 
 def _add_pieces(total: Tensor, target: NetworkTarget, theta: Tensor, pieces: list[Piece]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.structures.kron import Basis, EigenLayers, LayerFactors, NetworkKron, build_parts, describe_factors
-from bnncli.structures.network_sums import Columns, find_by_name, forward, gradients, num_drawn
+from bnncli.structures.network_sums import Columns, forward, gradients, num_drawn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,6 @@ class NetworkEkfac:
     kinds: ClassVar[tuple[str, ...]] = ("ggn", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
-    begins_with: ClassVar[str] = "kron"
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
@@ -55,25 +54,9 @@ class NetworkEkfac:
         return describe_factors("ekfac", hessian)
 
     @staticmethod
-    def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """Compute the factors of one block, and curvatures in bases of the same size."""
-        factors = LayerFactors.of(target, theta, are=find_by_name)
-        bases = {
-            name: _identity_basis(factors.outputs[name], of_inputs) for name, of_inputs in factors.features.items()
-        }
-        return _values(target, theta, factors, bases)
-
-    @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Return the number of elements of the factors."""
         return NetworkKron.num_elements(layout)
-
-
-def _identity_basis(outputs: Tensor, features: Tensor) -> Basis:
-    """Return identity bases of the factors' size."""
-    return Basis(
-        torch.eye(len(outputs)).to(outputs), torch.eye(len(features)).to(features), outputs[:, :1] * features[0]
-    )
 
 
 def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: dict[str, Basis]) -> dict[str, Tensor]:

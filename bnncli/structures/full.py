@@ -18,7 +18,7 @@ from bnncli.parameters.prior import Prior
 from bnncli.structures import Operations
 from bnncli.structures.factorisation import PackedTriangle, Rows, inverse_root, root_of_sum
 from bnncli.structures.logits import LogitCovariance, LogitRoot, root_of_covariances
-from bnncli.structures.network_sums import examples_at_once, weighted_rows
+from bnncli.structures.network_sums import weighted_rows
 from bnncli.system.memory import is_large
 from bnncli.system.signals import interruptible
 from bnncli.targets.grams import (
@@ -340,11 +340,6 @@ class NetworkFull:
         for rows in weighted_rows(target, theta):
             total += rows.T @ rows
         return {"hessian.full": total * target.likelihood_scale}
-
-    @staticmethod
-    def examples_at_once(target: NetworkTarget) -> int:
-        """Return the number of examples whose rows fit at once."""
-        return examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

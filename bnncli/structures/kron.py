@@ -49,11 +49,9 @@ from bnncli.structures.network_logits import (
 )
 from bnncli.structures.network_sums import (
     Columns,
-    Finder,
     Matrix,
     Piece,
     diagonal_of,
-    find_by_name,
     find_checked,
     forward,
     gradients,
@@ -63,7 +61,6 @@ from bnncli.structures.network_sums import (
     place_of,
     scales_of,
 )
-from bnncli.system.memory import give_back_freed
 from bnncli.system.signals import eigenvectors
 from bnncli.targets.last_layer import scale_by_likelihood, sum_over_examples
 
@@ -345,11 +342,6 @@ class NetworkKron:
         return describe_factors("kron", hessian)
 
     @staticmethod
-    def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """Compute the factors of one block."""
-        return LayerFactors.of(target, theta, are=find_by_name)
-
-    @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Return F^2 + K^2 summed over layers, plus P."""
         return sum(one.num_columns**2 + one.num_outputs**2 for one in matrices_of(layout)) + layout.num_params
@@ -389,15 +381,16 @@ class LayerFactors:
     num_drawn: int
 
     @classmethod
-    def of(cls, target: NetworkTarget, theta: Tensor, *, are: Finder = find_checked) -> LayerFactors:
-        """Compute the factors at theta (P,), using the pieces that `are` accepts."""
+    def of(cls, target: NetworkTarget, theta: Tensor) -> LayerFactors:
+        """Compute the factors at theta (P,)."""
         layout = target.layout
         theta = theta.to(target.device, target.dtype)
-        pieces = are(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
+        pieces = find_checked(
+            layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)]
+        )
         matrices = [piece for piece in pieces if isinstance(piece, Matrix)]
         sums = _LayerSums.empty(matrices, layout.num_params, target.device)
         sums.add_all(target, theta, pieces)
-        give_back_freed()  # of smaller blocks, such as the last; what follows needs larger ones
         known = {part.name for piece in pieces for part in piece.parts}
         others = [part for part in layout.parts if part.name not in known]
         drawn_rest = (num_drawn_rest(target) if pieces else num_drawn(target)) if others else 0

@@ -162,12 +162,6 @@ class NetworkLowRank:
         }
 
     @staticmethod
-    def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """Compute the products for the trace, the most that are made at once."""
-        basis = torch.zeros(1, len(theta), dtype=torch.float64, device=target.device)
-        return _trace_outside(target.ggn_operator(theta), basis, torch.Generator().manual_seed(0))
-
-    @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Return P times the default rank."""
         from bnncli.targets.curvature_choice import DEFAULT_RANK

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import ParamPart, consecutive_parts
-from bnncli.system.memory import give_back_freed
-from bnncli.system.signals import between_blocks
+from bnncli.system.signals import raise_if_interrupted
 from bnncli.targets.curvature_choice import FISHER
 
 if TYPE_CHECKING:
@@ -127,8 +126,6 @@ class Piece(Protocol):
         """Record a call of the module with inputs (n, ...)."""
 
 
-# signature of `tried` and `called`
-Finder: TypeAlias = "Callable[[ModuleLayout, Tensor, Tensor, Sequence[Piece]], list[Piece]]"
 Noted = dict[
     str, list[tuple[Any, Any]]
 ]  # weight name of each piece to its uses, each with the autograd edge of the output
@@ -180,13 +177,6 @@ def forward(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequenc
     return logits, noted
 
 
-def find_by_name(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces that a pass of inputs (n, ...) calls and that the logits depend on, without checking gradients."""
-    logits, noted = forward(layout, theta, inputs[:1], pieces)
-    back = gradients(logits, noted, torch.ones_like(logits), is_last=True)
-    return [piece for piece in pieces if back[piece.parts[0].name]]
-
-
 def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool) -> dict[str, list[tuple[Any, Tensor]]]:
     """Return the uses that affect the logits, with the gradients at their outputs for a cotangent (n, K).
 
@@ -206,9 +196,7 @@ def find_checked(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Se
     inputs, theta = inputs[:_PROBES], theta.detach().double()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     with layout.briefly(theta.dtype):
-        found = _find_checked(layout, theta, inputs, pieces)
-    give_back_freed()
-    return found
+        return _find_checked(layout, theta, inputs, pieces)
 
 
 def _find_checked(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
@@ -534,7 +522,7 @@ def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], co
     size = max(1, elements // ((columns.num_drawn or target.layout.num_outputs) * some.num_params))
     size = min(size, target.rows_at_once(1, theta.dtype))
     for start in range(0, target.num_examples, size):
-        between_blocks("the Hessian")
+        raise_if_interrupted("the Hessian")
         rows = slice(start, start + size)
         inputs = target.inputs[rows].to(target.device).reshape(-1, *layout.input_shape)
         with torch.no_grad():
@@ -557,7 +545,7 @@ def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
     is_fisher = target.choice.kind == FISHER
     size = examples_at_once(target)
     for start in range(0, target.num_examples, size):
-        between_blocks("the Hessian")
+        raise_if_interrupted("the Hessian")
         some = slice(start, start + size)
         inputs = target.inputs[some].to(target.device)
         with torch.no_grad():

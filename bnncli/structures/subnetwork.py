@@ -18,8 +18,7 @@ from bnncli.parameters.layouts import ParamLayout
 from bnncli.parameters.prior import Prior
 from bnncli.structures.diag import NetworkDiag
 from bnncli.structures.full import Full, hessian_between, inverse
-from bnncli.structures.network_sums import examples_at_once, weighted_rows
-from bnncli.targets.curvature_choice import HESSIAN
+from bnncli.structures.network_sums import weighted_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +130,6 @@ class NetworkSubnetwork:
     kinds: ClassVar[tuple[str, ...]] = ("ggn", "hessian", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
-    begins_with: ClassVar[str] = "diag"
     of_hessian = NetworkSubnetworkHessian
 
     @staticmethod
@@ -139,19 +137,6 @@ class NetworkSubnetwork:
         """Return the parameters and the matrix between them, float64."""
         indices = widest_parameters(target, theta)
         return _parts(indices, _ggn_between(target, theta, indices))
-
-    @staticmethod
-    def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """Compute the matrix for arbitrary parameters."""
-        indices = torch.arange(min(target.choice.size, len(theta)), device=target.device)
-        if target.choice.kind == HESSIAN:
-            return hessian_between(target, theta, indices)
-        return _ggn_between(target, theta, indices)
-
-    @staticmethod
-    def examples_at_once(target: NetworkTarget) -> int:
-        """Return the number of examples whose rows fit at once; for second derivatives, the target's own."""
-        return target.rows_at_once(1, torch.float32) if target.choice.kind == HESSIAN else examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

@@ -168,7 +168,7 @@ def test_other_whitening_is_refused(
     stop_after(20)
     cli("hmc", small_run, *SMALL, "--name", "cut").expect(143)
     monkeypatch.setattr(
-        "bnncli.inference.memory.whitening_structure", lambda *_, **__: "kron"
+        "bnncli.inference.structure_choice.whitening_structure", lambda *_, **__: "kron"
     )  # less memory than before
     cli("hmc", small_run, *SMALL, "--name", "cut", "--resume").expect(65, "it was saved with another whitening")
 

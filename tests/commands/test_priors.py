@@ -22,9 +22,9 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_posterior, write_posterior
 from bnncli.artifacts.samples import read_samples
 from bnncli.commands.fit_laplace import last_layer
-from bnncli.inference import memory
 from bnncli.inference import prior_search as prior_precision
 from bnncli.inference import prior_search as search_rows
+from bnncli.inference import structure_choice
 from bnncli.inference.elbo import elbo
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
@@ -197,10 +197,10 @@ def test_a_head_without_bias_has_no_bias_precision(cli: Cli, tmp_path: Path, arr
 
 def test_large_heads_are_sampled(cli: Cli, run_of_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "bnncli.inference.memory.QUICK_ANYWHERE", 9
+        "bnncli.inference.structure_choice.QUICK_ANYWHERE", 9
     )  # chains are whitened by a Kronecker-factored Gaussian
-    monkeypatch.setattr("bnncli.inference.memory.largest_full", lambda device: 9)
-    monkeypatch.setattr("bnncli.inference.memory._WHITENING_SHARE", 0.0)
+    monkeypatch.setattr("bnncli.inference.structure_choice.largest_full", lambda device: 9)
+    monkeypatch.setattr("bnncli.inference.structure_choice._WHITENING_SHARE", 0.0)
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     words = ("--base", "two", "--chains", 8, "--warmup", 40, "--draws", 60, "--name", "large")
     cli("hmc", tmp_path / "small", *words).expect(0)
@@ -489,7 +489,7 @@ def test_expensive_structure_uses_a_quick_search(cli: Cli, tmp_path: Path, monke
     by_full = cli("fit-laplace", run, "--structure", "full", "--name", "full", "--json").json["metrics"]
     assert "prior_precision_structure" not in by_full
     assert by_full["prior_precision"] != by_kron["prior_precision"]
-    monkeypatch.setattr(memory, "automatic_structures", lambda layout, budget, **sizes: ["kron", "diag"])
+    monkeypatch.setattr(structure_choice, "automatic_structures", lambda layout, budget, **sizes: ["kron", "diag"])
     done = cli("fit-laplace", run, "--structure", "full", "--name", "quick", "--json")
     metrics = done.json["metrics"]
     assert (metrics["structure"], metrics["prior_precision_structure"]) == ("full", "kron")
@@ -547,13 +547,16 @@ def test_chains_are_whitened_by_all_of_the_covariance_where_draws_cost_more(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     layout = HeadLayout(num_outputs, num_features)
     there = 200 << 30
-    found = memory.whitening_structure(
+    found = structure_choice.whitening_structure(
         layout, there, device="cpu", num_examples=num_examples, num_chains=16, num_draws=num_draws
     )
     assert found == structure
-    own = memory.automatic_structure(layout, 2 << 30, device="cpu")
+    own = structure_choice.automatic_structure(layout, 2 << 30, device="cpu")
     assert (
-        memory.whitening_structure(layout, 2 << 30, device="cpu", num_examples=9, num_chains=16, num_draws=320) == own
+        structure_choice.whitening_structure(
+            layout, 2 << 30, device="cpu", num_examples=9, num_chains=16, num_draws=320
+        )
+        == own
     )
 
 

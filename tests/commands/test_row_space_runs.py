@@ -19,7 +19,7 @@ from torch import Tensor
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.samples import read_samples
 from bnncli.cli.execute import run_command_line
-from bnncli.inference import memory
+from bnncli.inference import structure_choice
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_space import complete_draws
 from bnncli.parameters.layouts import HeadLayout
@@ -291,8 +291,8 @@ def test_the_automatic_structure_of_few_examples(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     whole, span = HeadLayout(outputs, features), HeadLayout(outputs, examples)
-    assert memory.automatic_structure(whole, 16 << 30, device="cpu") == "kron"
-    assert memory.automatic_structure(span, 16 << 30, device="cpu", whole=whole) == chosen
+    assert structure_choice.automatic_structure(whole, 16 << 30, device="cpu") == "kron"
+    assert structure_choice.automatic_structure(span, 16 << 30, device="cpu", whole=whole) == chosen
 
 
 def test_a_file_whose_basis_is_cut_is_damaged(run: Path) -> None:

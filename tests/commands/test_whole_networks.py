@@ -519,10 +519,9 @@ def test_too_large_subnetwork_refused(cli: Cli, checkpoint_curvatures: Path, mon
     )
     planned = cli(*FIT_CURVATURES, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run", "--json")
     assert planned.json["outputs"][0]["estimated_bytes"] == 8 * 5**2 + 16 * 23
-    for module in ("bnncli.inference.network_memory", "bnncli.system.memory"):
+    for module in ("bnncli.inference.memory", "bnncli.system.memory"):
         monkeypatch.setattr(f"{module}.budget", lambda device: 60_000)
-    monkeypatch.setattr("bnncli.inference.network_memory._COPIES", 20)  # of so small a matrix the rest is as large
-    monkeypatch.setattr("bnncli.inference.network_memory._FIRST_USE", 0)
+    monkeypatch.setattr("bnncli.inference.memory._COPIES", 20)  # of so small a matrix the rest is as large
     cli(*FIT_CURVATURES, *GIVEN, *SUBNETWORK[:-1], 23, "--trust-code", "--dry-run").expect(69)
     cli(*FIT_CURVATURES, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run").expect(0)
 
@@ -595,9 +594,8 @@ def test_a_dry_run_plans_without_reading_all_data(cli: Cli, checkpoint_curvature
 
 
 def test_too_large_fits_are_refused(cli: Cli, checkpoint_curvatures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("bnncli.inference.network_memory", "bnncli.system.memory"):
+    for module in ("bnncli.inference.memory", "bnncli.system.memory"):
         monkeypatch.setattr(f"{module}.budget", lambda device: 28_000)
-    monkeypatch.setattr("bnncli.inference.network_memory._FIRST_USE", 0)
     cli(*FIT_CURVATURES, *GIVEN, "--structure", "full", "--trust-code").expect(69, "which fits")
     cli(*FIT_CURVATURES, *GIVEN, "--trust-code").expect(0)
     assert meta_of("laplace-all")["structure"] != "full"

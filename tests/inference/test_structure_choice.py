@@ -16,9 +16,8 @@ from problems.heads import at_random, by_noisy_sign, draw_examples, gaussian_at_
 from problems.seeds import normal, seeded
 
 from bnncli.evaluation.recommendation import WORSE_SHARE
-from bnncli.inference import memory
+from bnncli.inference import memory, structure_choice
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.memory import QUICK_ANYWHERE, automatic_structures, fit_seconds, largest_full
 from bnncli.inference.mode import covariance_at, default_tolerance, find_mode
 from bnncli.inference.prior_criterion import Criterion, losses_by_logits
 from bnncli.inference.prior_search import (
@@ -31,6 +30,7 @@ from bnncli.inference.prior_search import (
     search_rows,
     search_size,
 )
+from bnncli.inference.structure_choice import QUICK_ANYWHERE, automatic_structures, fit_seconds, largest_full
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT
@@ -104,12 +104,12 @@ def test_quick_structures_are_those_that_fit_and_the_first_is_the_automatic_one(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     layout = HeadLayout(10, 84)
-    assert memory.automatic_structures(layout, 1 << 40, device="cpu") == memory.structures()
+    assert structure_choice.automatic_structures(layout, 1 << 40, device="cpu") == memory.structures()
     below = memory.fit_bytes("full", layout) - 1
-    assert memory.automatic_structures(layout, below, device="cpu") == ["block", "kron", "diag"]
-    assert memory.automatic_structure(layout, below, device="cpu") == "block"
-    assert memory.automatic_structures(HeadLayout(10, 1280), 1 << 40, device="cpu") == ["kron", "diag"]
-    assert memory.automatic_structure(layout, 0, device="cpu") == "diag"
+    assert structure_choice.automatic_structures(layout, below, device="cpu") == ["block", "kron", "diag"]
+    assert structure_choice.automatic_structure(layout, below, device="cpu") == "block"
+    assert structure_choice.automatic_structures(HeadLayout(10, 1280), 1 << 40, device="cpu") == ["kron", "diag"]
+    assert structure_choice.automatic_structure(layout, 0, device="cpu") == "diag"
 
 
 def few_arrays() -> dict[str, np.ndarray]:
@@ -136,8 +136,8 @@ def test_rougher_structures_are_compared_on_val_and_the_closest_is_taken_where_t
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(cli, tmp_path / "run", few_arrays())
-    monkeypatch.setattr("bnncli.inference.memory.QUICK_ANYWHERE", 320)  # of 328 parameters
-    monkeypatch.setattr("bnncli.inference.memory.largest_full", lambda device: 320)
+    monkeypatch.setattr("bnncli.inference.structure_choice.QUICK_ANYWHERE", 320)  # of 328 parameters
+    monkeypatch.setattr("bnncli.inference.structure_choice.largest_full", lambda device: 320)
     done = cli("fit-laplace", run)
     metrics = cli("fit-laplace", run, "--json").json["metrics"]
     assert (metrics["structure"], metrics["prior_precision_for"]) == ("block", "plug-in")
@@ -166,8 +166,8 @@ def test_structures_that_could_be_asked_for_have_their_bytes_and_seconds(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(cli, tmp_path / "run", make_arrays())
-    monkeypatch.setattr("bnncli.inference.memory.QUICK_ANYWHERE", 10)
-    monkeypatch.setattr("bnncli.inference.memory.largest_full", lambda device: 10)
+    monkeypatch.setattr("bnncli.inference.structure_choice.QUICK_ANYWHERE", 10)
+    monkeypatch.setattr("bnncli.inference.structure_choice.largest_full", lambda device: 10)
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     (text,) = [text for text in done["warnings"] if "parameters (about" in text]
     assert text.startswith("using kron for 18 parameters (about ")

@@ -13,8 +13,8 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli import registry
+from bnncli.inference.memory import logit_cache_bytes
 from bnncli.inference.mode import covariance_at
-from bnncli.inference.network_memory import logit_cache_bytes
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior

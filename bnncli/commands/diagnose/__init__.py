@@ -46,7 +46,7 @@ from bnncli.evaluation.verdict import (
     reasons_against,
 )
 from bnncli.inference.elbo import MOST_DRAWS
-from bnncli.inference.network_memory import first_use_bytes, weighted_draw_bytes
+from bnncli.inference.memory import block_bytes, made_draw_bytes, network_bytes
 from bnncli.integrators import load_integrator
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
@@ -57,7 +57,7 @@ from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.parameters.prior import Prior
 from bnncli.session.inputs import Split, load_split, posterior_source, read_recorded_prior
 from bnncli.session.out_of_fold import read_fitted_splits
-from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes
+from bnncli.session.prediction_memory import PosteriorMemory
 from bnncli.session.predictions import find_named, select_by_layers
 from bnncli.session.predictor import TrainData, sampling_integrator
 from bnncli.session.produce import format_expected_memory
@@ -66,7 +66,6 @@ from bnncli.session.run import Result, Run, source_json
 from bnncli.session.states import suggest_next_command
 from bnncli.session.val_report import gain_table, network_on_val
 from bnncli.system.memory import require
-from bnncli.targets.network import pairs_at_once
 
 if TYPE_CHECKING:
     from bnncli.commands.diagnose.diagnosis import Diagnosis
@@ -320,7 +319,7 @@ def require_room(run: Run, options: DiagnoseOptions, headers: Sequence[Header], 
     if not sizes:
         return None
     comparing = max(comparison_bytes(count, num_params) for count, num_params in sizes) if len(sizes) > 1 else 0
-    needed = libraries + first_use_bytes(run.device) + max(peak, kept + comparing)
+    needed = libraries + max(peak, kept + comparing)
     hint = "name fewer posteriors with \0posterior\0" if len(sizes) > 1 else "use a posterior over fewer \0layers\0"
     require(needed, run.device, what=f"diagnose of {len(sizes)} posteriors over a network", hint=hint)
     return needed
@@ -332,20 +331,20 @@ def _estimate_memory(
     """Return the bytes of memory to judge one posterior."""
     from bnncli.commands.diagnose.diagnosis import VAL_DRAWS
 
-    device, val = run.device, known["val"]
-    work = [memory.sampling_bytes(_count_kept_draws(memory))]
+    device, layout, val = run.device, memory.layout, known["val"]
+    work = [memory.draw_bytes(_count_kept_draws(memory))]
     if _has_weights(memory, header):
-        judging = weighted_draw_bytes(memory.layout.num_params, num_draws=options.draws or MOST_DRAWS)
-        work.append(judging + memory.pass_bytes(device, pairs_at_once(memory.layout, device)))
-    found = [memory.reading_bytes, memory.held_bytes + max(work)]
+        num_draws = options.draws or MOST_DRAWS
+        work.append(
+            made_draw_bytes(layout.num_params, num_draws)
+            + block_bytes(layout, device, num_draws * known["train"].num_examples)
+        )
     if isinstance(val, Split) and val.content.labels is not None:
         name = "plug-in" if memory.kind in POINTS else sampling_integrator(header)
         makes_draws = memory.kind not in (*POINTS, "samples", "linear-draws")
-        asked = PredictionSizes(
-            load_integrator(name).needs, len(val.content.features), VAL_DRAWS if makes_draws else None
-        )
-        found.append(memory.predicting_bytes(device, asked, has_scores=False))
-    return max(found)
+        needs, count = load_integrator(name).needs, len(val.content.features)
+        work.append(memory.predicting_bytes(device, needs, count, VAL_DRAWS if makes_draws else None, has_scores=False))
+    return memory.posterior_bytes + network_bytes(layout, 0) + max(work)
 
 
 def _has_weights(memory: PosteriorMemory, header: Header) -> bool:

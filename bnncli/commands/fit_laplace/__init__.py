@@ -17,7 +17,7 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import UsageError, WriteError
 from bnncli.figures import render
 from bnncli.figures.fits import draw_prior_precision
-from bnncli.inference.memory import MOST_LEFT_OUT
+from bnncli.inference.structure_choice import MOST_LEFT_OUT
 from bnncli.options.command import COMPUTE, Command, NameOptions
 from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.shared import LayersOptions

@@ -18,9 +18,9 @@ from bnncli.commands.fit_laplace.shared import (
     warn_of_missing_classes,
 )
 from bnncli.errors import DataError, UsageError
-from bnncli.inference import memory
+from bnncli.inference import memory, structure_choice
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.memory import NUM_DRAWS, NUM_FOLDS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
+from bnncli.inference.memory import NUM_DRAWS
 from bnncli.inference.mode import find_suitable_mode
 from bnncli.inference.prior_criterion import LeftOutExamples
 from bnncli.inference.prior_search import (
@@ -39,6 +39,7 @@ from bnncli.inference.prior_search import (
 )
 from bnncli.inference.prior_variants import Fold, FoldSearch, search_folds, stratified_folds
 from bnncli.inference.row_space import RowLift, lift_fit
+from bnncli.inference.structure_choice import NUM_FOLDS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import HeadLayout, MatrixLayout
@@ -112,7 +113,9 @@ class LastLayerLaplace(Laplace):
         run, wanted = self.inputs.run, self.options.structure
         if wanted != "auto":
             return wanted
-        chosen = memory.automatic_structure(self.layout, budget(run.device_name), device=run.device_name, **self.sizes)
+        chosen = structure_choice.automatic_structure(
+            self.layout, budget(run.device_name), device=run.device_name, **self.sizes
+        )
         if chosen != memory.structures()[0]:
             is_search, num_examples = self.criterion != "number", self.inputs.num_examples
             text = _cost_text(run, chosen, self.layout, num_examples, is_search=is_search, sizes=self.sizes)
@@ -579,7 +582,7 @@ def rough_structure_to_search(run: Run, structure: str, layout: MatrixLayout, *,
 
     A search fits ten Gaussians or more. Twice 16 full covariances of 2,570 parameters took 30 s, Kronecker factors 2 s.
     """
-    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
+    quick = structure_choice.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
     if structure not in quick:
         return structure
     speed = estimate_speed(run.device)
@@ -599,7 +602,7 @@ def _structure_to_search(run: Run, structure: str, layout: MatrixLayout) -> str:
 
     A search fits ten Gaussians or more. With a quicker structure, the requested one is fitted once, at the precision found.
     """
-    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
+    quick = structure_choice.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
     if structure in quick or not quick or structure not in memory.structures()[: memory.structures().index(quick[0])]:
         return structure
     run.console.info(
@@ -652,7 +655,9 @@ def _choose_structure_by_val(
     layout, whole = target.layout, None if searcher.lift is None else searcher.lift.layout
     gaussian = found.fit.gaussian
     first = gaussian.covariance.structure
-    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole)
+    quick = structure_choice.automatic_structures(
+        layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole
+    )
     if whole is not None:  # a diagonal in the basis of the span, for example, is not diagonal in theta
         quick = [name for name in quick if registry.read_declared("curvature", name, "is_same_in_span")]
     others = quick[quick.index(closest) :] if closest in quick else []

@@ -19,7 +19,7 @@ from bnncli.commands.fit_laplace.shared import (
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian, num_effective
 from bnncli.inference.linear_draws import draw_linearised
-from bnncli.inference.network_memory import NetworkPlan
+from bnncli.inference.memory import NetworkPlan
 from bnncli.inference.prior_search import PriorSearch, search
 from bnncli.inference.prior_variants import choose_layer_precisions
 from bnncli.parameters.module import ModuleLayout

@@ -12,7 +12,7 @@ from bnncli.numerics.dirichlet import ranked_lengths
 from bnncli.options.declaration import spell_options
 from bnncli.session.inputs import Split
 from bnncli.session.out_of_fold import is_fitted_to
-from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
+from bnncli.session.prediction_memory import PosteriorMemory, require_prediction
 from bnncli.session.predictor import IntegratorChoice, IntegratorPredictions, Predictor
 from bnncli.session.produce import ComputationOutput
 from bnncli.session.run import Run
@@ -34,11 +34,11 @@ def estimate_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split,
         return None
 
     reader, count = predictor.train.reader, len(split.content.features)
-    asked = PredictionSizes(choice.integrator.needs, count, choice.samples, keep_samples)
     with reader.recorded.visible():
         memory = PosteriorMemory.of(predictor.header, reader.layout(split, str(layers)))
         what = f"predicting {count:,} examples with {predictor.path.stem} ({choice.variant})"
-        return require_prediction(memory, asked, predictor.run.device, what=what)
+        needs, device = choice.integrator.needs, predictor.run.device
+        return require_prediction(memory, device, needs, count, choice.samples, keeps_samples=keep_samples, what=what)
 
 
 def predict_split(
