@@ -33,7 +33,6 @@ from report import Row, against, row_of, table
 
 from bnncli.errors import BnnError
 from bnncli.system.devices import configure_torch, resolve_device
-from bnncli.system.memory import keep_freed_blocks
 
 SCHEMA = "bnncli.benchmark.engine/1"
 STRUCTURES = ("full", "kron", "diag")
@@ -49,7 +48,6 @@ def main() -> None:
     arguments = _parse()
     warnings.filterwarnings("ignore")  # of the other libraries; ours raise
     configure_torch(threads=None, deterministic=False)
-    keep_freed_blocks()  # as the command does
     try:
         device = resolve_device(arguments.device)
         with tempfile.TemporaryDirectory() as folder:

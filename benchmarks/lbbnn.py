@@ -36,7 +36,6 @@ from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.numerics.random import stream
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.system.devices import configure_torch, resolve_device
-from bnncli.system.memory import keep_freed_blocks
 
 SCHEMA = "bnncli.benchmark.lbbnn/1"
 PUBLISHED = {"concrete": 20.0, "lrt": 6.0, "mnf": 30.0}
@@ -51,7 +50,6 @@ def main() -> None:
     """Measure, print, write."""
     arguments = _parse()
     configure_torch(threads=None, deterministic=False)
-    keep_freed_blocks()  # as the command does
     try:
         device = resolve_device(arguments.device)
         layout = NetworkLayout(arguments.sizes)

@@ -38,7 +38,6 @@ from bnncli.numerics.random import stream
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.system.devices import configure_torch, resolve_device
-from bnncli.system.memory import keep_freed_blocks
 
 SCHEMA = "bnncli.benchmark.predict/1"
 NUM_DRAWS = 1000
@@ -96,7 +95,6 @@ def main() -> None:
     arguments = _parse()
     warnings.filterwarnings("ignore")  # of the other libraries; ours raise
     configure_torch(threads=None, deterministic=False)
-    keep_freed_blocks()  # as the command does
     try:
         device = resolve_device(arguments.device)
         print(

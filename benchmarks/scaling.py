@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bnncli.system.memory import SHARE, budget, keep_freed_blocks
+from bnncli.system.memory import SHARE, budget
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is imported
 
@@ -44,7 +44,6 @@ def main() -> None:
     """Measure, print, write."""
     arguments = _parse()
     configure_torch(threads=None, deterministic=False)
-    keep_freed_blocks()  # as the command does
     try:
         device = resolve_device(arguments.device)
         rates = machine.measure_rates(device, size=256 if arguments.quick else None)

@@ -20,9 +20,7 @@ def main() -> None:
     # With one thread, NumPy's products round the same for any number of cores. They are small; the work is in torch.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from bnncli.cli.execute import run_command_line
-    from bnncli.system.memory import keep_freed_blocks
 
-    keep_freed_blocks()
     code = run_command_line(sys.argv[1:], results)
     try:
         results.flush()

@@ -17,6 +17,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bnncli.errors import MORE_ADDRESSES, DeviceError
 
+
+def addresses_left() -> int:
+    """Return the bytes that the limit of addresses (ulimit -v) leaves this process; huge without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = 0
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 62
+    with suppress(OSError, ValueError):  # no /proc
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return max(0, limit - used)
+
+
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pyarrow
@@ -28,18 +40,13 @@ else:
     _SCIPY_BYTES = 80 << 20  # 67 MiB measured, including the libraries
 
     def _require_addresses(name: str) -> None:
-        """Raise DeviceError if the address limit (ulimit -v) leaves no room for a part of SciPy."""
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit == resource.RLIM_INFINITY or name in sys.modules:
-            return
-        with suppress(OSError, ValueError):  # no /proc
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            if limit - used < _SCIPY_BYTES:
-                raise DeviceError(
-                    f"out of memory: cannot load {name}, which needs {_SCIPY_BYTES >> 20} MiB; the limit leaves "
-                        f"{(limit - used) >> 20} MiB",
-                    code="out_of_memory", hint=MORE_ADDRESSES,
-                )  # fmt: skip
+        """Raise DeviceError if the address limit leaves no room for a part of SciPy."""
+        left = addresses_left()
+        if left < _SCIPY_BYTES and name not in sys.modules:
+            raise DeviceError(
+                f"out of memory: cannot load {name}, which needs {_SCIPY_BYTES >> 20} MiB; the limit leaves {left >> 20} MiB",
+                code="out_of_memory", hint=MORE_ADDRESSES,
+            )  # fmt: skip
 
     class _Later:
         """A module that is imported on first attribute access."""

@@ -63,7 +63,6 @@ from bnncli.session.run import Result, Run, arguments_by_name
 from bnncli.session.splits import check_network_file, check_outputs, open_splits, user_sources
 from bnncli.session.states import artifact_states
 from bnncli.system import memory
-from bnncli.system.memory import return_large_blocks
 from bnncli.system.user_code import running_user_code
 from bnncli.system.workers import Team, is_leader, shares, team
 from bnncli.training.loop import LearningRateSchedule, num_batches, train
@@ -594,7 +593,6 @@ def _check_finite(split: InputSplit, start: int, inputs: torch.Tensor) -> None:
 
 def _network(options: TrainOptions, seed: int) -> nn.Module:
     """Build the network with the random weights of a seed."""
-    return_large_blocks()
     torch.manual_seed(stream_seed(seed, "train/initial"))
     network = load_network(str(options.model), arguments_by_name(options.model_arg), None)
     if not any(parameter.requires_grad for parameter in network.parameters()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.errors import NumericError
@@ -10,12 +11,10 @@ from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
 from bnncli.structures import Covariance
 from bnncli.system import signals
-from bnncli.targets.network import pairs_at_once
+from bnncli.targets.network import NetworkTarget, pairs_at_once, with_smaller_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from bnncli.targets.network import NetworkTarget
 
 
 TOLERANCE = 1e-2  # relative residual of a draw: an error of a few hundredths of a standard deviation
@@ -109,14 +108,15 @@ def precision_operator(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
     pairs = pairs_at_once(target.layout, target.device, theta.dtype)
     most = max(1, pairs // min(_FEWEST, target.num_examples))  # vectors at once
 
-    def multiply(vectors: Tensor) -> Tensor:
+    @with_smaller_blocks
+    def multiply(target: NetworkTarget, vectors: Tensor) -> Tensor:
         total = -target.prior.curvature_times(vectors, target.layout)
         for some, part in zip(vectors.to(theta).split(most), total.split(most), strict=True):
             for rows in target.row_blocks(len(some), theta.dtype):
                 part += _product(target, theta, some, rows).double() * target.likelihood_scale
         return total
 
-    return multiply
+    return partial(multiply, target)
 
 
 def _product(target: NetworkTarget, theta: Tensor, vectors: Tensor, rows: slice) -> Tensor:

@@ -12,7 +12,7 @@ from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.parameters.layouts import ClassifierLayout, LogitMaker
 from bnncli.progress import SILENT, Progress
-from bnncli.system.signals import between_blocks
+from bnncli.system.signals import raise_if_interrupted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ def average(
         block = draws.at(features[rows])
         sums = _Sums(block.center, draws.layout.likelihood, draws.num_draws, groups)
         for some in draw_slices:
-            between_blocks("the predictions")
+            raise_if_interrupted("the predictions")
             sums.add(block.logits(some), some, weights, is_all=len(draw_slices) == 1)
             task.advance()
         means.keep(rows, sums.by_group)

@@ -33,7 +33,6 @@ from bnncli.session.produce import Request, Resumable
 from bnncli.session.revisions import is_another
 from bnncli.session.run import ModelFiles, Run, arguments_by_name, open_requested_model, own_files
 from bnncli.system.input_files import open_regular
-from bnncli.system.memory import return_large_blocks
 from bnncli.system.user_code import CodeFolder
 from bnncli.system.workers import Team, name_worker, worker_pool
 from bnncli.training.loop import State
@@ -433,7 +432,6 @@ class Network:
         """
         state = None if self.checkpoint is None else self.checkpoint.state
         device = self.run.device
-        return_large_blocks()
         if self.saved is None:
             module = load_network(self.spec, arguments_by_name(self.arguments), state)
             return self._noted(module, state).to(device), None

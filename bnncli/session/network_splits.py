@@ -32,7 +32,7 @@ from bnncli.session.network import RecordedNetwork, network_header, open_recorde
 from bnncli.session.run import Run
 from bnncli.session.splits import shift_of
 from bnncli.system.devices import available_memory, count_cores
-from bnncli.system.memory import give_back_freed, require
+from bnncli.system.memory import require
 from bnncli.targets.network import NetworkTarget
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ def check_logits(layout: ModuleLayout, inputs: Tensor, stored: NDArray, *, name:
     with torch.no_grad():
         blocks = inputs[: len(stored)].split(_AT_ONCE)
         found = [layout.logits(block.to(device), theta)[0].cpu().double() for block in blocks]
-    give_back_freed()
     ours, theirs = torch.cat(found).numpy(), np.asarray(stored, dtype=np.float64)
     if layout.likelihood.is_shift_invariant:  # a log-softmax has removed the shift
         ours, theirs = (one - one.mean(axis=1, keepdims=True) for one in (ours, theirs))
@@ -87,7 +86,6 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     """
     with layout.briefly(torch.float64):
         _check_derivatives(layout, inputs)
-    give_back_freed()
 
 
 def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:

@@ -49,6 +49,7 @@ from bnncli.session.inputs import (
 )
 from bnncli.session.out_of_fold import is_fitted_to, out_of_fold, read_fitted_splits
 from bnncli.session.run import Run
+from bnncli.system.memory import halving
 from bnncli.system.workers import gather_at_leader, is_leader, team
 from bnncli.targets.blocks import row_slices
 
@@ -669,7 +670,7 @@ class Predictor:
             kept = {"probs_samples": integrator.probs_of_draws(self.posterior, block)} if keep_samples else {}
             return rows_of(prediction, energy=energy, max_logit=max_logit, **kept)
 
-        parts = gather_at_leader([predicted(rows) for rows in blocks])
+        parts = gather_at_leader([part for rows in blocks for part in halving(predicted, rows)])
         return None if parts is None else concatenate_predictions(parts, group_rows, integrator)
 
 

@@ -25,7 +25,7 @@ from bnncli.lazy import torch
 from bnncli.options.declaration import spell_options
 from bnncli.session.run import Result, Run, source_json
 from bnncli.system import signals
-from bnncli.system.memory import bytes_text, give_back_freed, resident_bytes
+from bnncli.system.memory import bytes_text, resident_bytes
 from bnncli.system.workers import Team, rank_and_size, team
 from bnncli.training.loop import State
 from bnncli.training.shared_out import StoredStates, number_tensors, split_by_number
@@ -211,7 +211,6 @@ def format_expected_memory(memory: int | None) -> str:
     """Return the memory of the process and of the work as text; empty if unplanned."""
     if memory is None:
         return ""
-    give_back_freed()
     return (
         f"; the process uses {bytes_text(resident_bytes())} of memory, the work needs about {bytes_text(memory)} more"
     )

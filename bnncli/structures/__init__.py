@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import MatrixLayout, ParamLayout
 from bnncli.parameters.prior import Prior
+from bnncli.targets.network import NetworkTarget, with_smaller_blocks
 from bnncli.targets.target import Curvature, CurvedTarget, count_passes
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ def ggn(
     kind = target.curvature(structure)
     kept: dict[str, Any] = {"before": before} if kind.fixed and before is not None else {}
     count_pass(target)
+    if isinstance(target, NetworkTarget):
+        return with_smaller_blocks(lambda target: kind.hessian(target, theta, **kept))(target)
     return kind.hessian(target, theta, **kept)
 
 

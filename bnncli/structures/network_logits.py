@@ -23,7 +23,7 @@ from bnncli.parameters.module import ModuleLayout
 from bnncli.structures import Covariance
 from bnncli.structures.logits import Pulled
 from bnncli.structures.network_sums import Piece, find_checked, forward, gradients, matrices_of, place_of, scales_of
-from bnncli.system.signals import between_blocks
+from bnncli.system.signals import raise_if_interrupted
 from bnncli.targets.blocks import slices
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _build_roots(
         largest = max(root.num_copies * (place.stop - place.start) for place, root in every[0])
         num_others = sum(math.prod(part.shape) for part in parts.others)
         for some in slices(0, len(inputs), block_size(layout, largest, inputs.device, num_others)[0]):
-            between_blocks("the logits' covariance")
+            raise_if_interrupted("the logits' covariance")
             own = None if kept is None else kept.block(inputs[some])
             derivatives = _Derivatives(layout, at, inputs[some], parts, own)
             yield (derivatives.roots(of[0][0], [root for _, root in of]) for of in zip(*every, strict=True))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bnncli.errors import DeviceError, UsageError
-from bnncli.lazy import torch
+from bnncli.lazy import addresses_left, torch
 from bnncli.names import printable
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -240,10 +240,10 @@ def single_threaded() -> Iterator[None]:
 
 
 def available_memory(device: torch.device | str) -> int:
-    """Return the bytes that can be allocated on the device: free GPU memory, or what the system and its container leave."""
+    """Return the bytes that can be allocated on the device: free GPU memory, or what the system, its container and ulimit -v leave."""
     if str(device).startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_system_memory(), _container_memory(Path("/sys/fs/cgroup")))
+    return min(_system_memory(), _container_memory(Path("/sys/fs/cgroup")), addresses_left())
 
 
 def _system_memory() -> int:

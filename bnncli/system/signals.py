@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bnncli.errors import Interrupted, NumericError
 from bnncli.lazy import torch
-from bnncli.system.memory import give_back_freed, resident_bytes
 from bnncli.system.workers import is_leader
 
 if TYPE_CHECKING:
@@ -190,51 +189,3 @@ def eigenvectors(matrix: Tensor, *, what: str) -> tuple[Tensor, Tensor]:
         lambda: torch.linalg.eigh(matrix), operations=operations, device=matrix.device, name="eigenvectors"
     )
     return values, vectors
-
-
-MOST_HOLES = 2**25  # bytes that a process grows by before free memory is returned
-# Memory that grows back within this many blocks is no hole but what each block allocates: returning it took a fifth of
-# a ResNet-20's time.
-FEW_BLOCKS = 8
-
-
-def between_blocks(where: str) -> None:
-    """Poll for signals and return holes in the heap, at a point where little is held. Raises Interrupted; `where` describes the progress."""
-    raise_if_interrupted(where)
-    _heap.give_back_holes()
-
-
-class _Heap:
-    """Growth of malloc's heap in this process.
-
-    A freed block has no room for the next one of its size where that is to be aligned (glibc before 2.38): each then
-    lies behind the last, and a tanh network's predictions, of 1.6 MB an example, held up to 430 MiB in place of 50, one
-    run in three.
-
-    Args:
-        level: resident bytes at the last check, or fewer since.
-        allowed: growth above it that is left alone.
-        num_blocks: blocks since the last check.
-    """
-
-    def __init__(self) -> None:
-        self.level = 0
-        self.allowed = MOST_HOLES
-        self.num_blocks = 0
-
-    def give_back_holes(self) -> None:
-        """Return free memory where the process has grown by more than allowed; allow twice as much if it did so within a few blocks."""
-        size = resident_bytes()
-        self.num_blocks += 1
-        if size > self.level + self.allowed:
-            if self.level:
-                give_back_freed()
-            left = resident_bytes()
-            if self.num_blocks < FEW_BLOCKS and size - left > MOST_HOLES // 2:
-                self.allowed *= 2
-            self.level, self.num_blocks = left, 0
-            size = left
-        self.level = min(self.level, size)
-
-
-_heap = _Heap()

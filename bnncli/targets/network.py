@@ -6,8 +6,8 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from bnncli import registry
 from bnncli.errors import DataError
@@ -17,7 +17,7 @@ from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
 from bnncli.system.memory import CPU_ACTIVATION_BYTES, budget
-from bnncli.system.signals import between_blocks
+from bnncli.system.signals import raise_if_interrupted
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
 from bnncli.targets.target import (
     Curvature,
@@ -31,6 +31,10 @@ from bnncli.targets.target import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+Arguments = ParamSpec("Arguments")
+Owner = TypeVar("Owner", "NetworkTarget", "HeldOutInputs")
+Result = TypeVar("Result")
 
 _MOST_BYTES = {"cpu": CPU_ACTIVATION_BYTES}  # of activations at once
 _SHARE = 4  # one part in this many of the memory that is free when a target first asks; on a CPU if that is less
@@ -64,7 +68,8 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
     """
     theta = theta.to(target.device, target.dtype)
 
-    def multiply(vectors: Tensor) -> Tensor:
+    @with_smaller_blocks
+    def multiply(target: NetworkTarget, vectors: Tensor) -> Tensor:
         vectors = vectors.to(target.device)
         total = torch.zeros(vectors.shape, dtype=torch.float64, device=target.device)
         for rows in target.row_blocks(_GRAPHS, theta.dtype):
@@ -77,7 +82,27 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
                 found -= torch.autograd.grad(gradient, leaf, vector, retain_graph=True)[0].double()
         return total * target.likelihood_scale - target.prior.curvature_times(vectors.double(), target.layout)
 
-    return count_products(multiply)
+    return count_products(partial(multiply, target))
+
+
+def with_smaller_blocks(
+    work: Callable[Concatenate[Owner, Arguments], Result],
+) -> Callable[Concatenate[Owner, Arguments], Result]:
+    """Do work on a target, or on held-out inputs, again, with half as many examples at once, if a GPU runs out of memory; down to one example."""
+
+    @wraps(work)
+    def again(owner: Owner, *args: Arguments.args, **named: Arguments.kwargs) -> Result:
+        target = owner if isinstance(owner, NetworkTarget) else owner.target
+        while True:
+            try:
+                return work(owner, *args, **named)
+            except torch.OutOfMemoryError:
+                if target.rows_at_once(1, torch.float32) == 1:
+                    raise
+            torch.cuda.empty_cache()  # only now are the tensors of the failed block freed
+            target.halve_blocks()
+
+    return again
 
 
 _COPIES = 3  # of the numbers in a draw of logits while it is computed
@@ -144,6 +169,7 @@ class NetworkTarget:
         """Return log N(theta | m, Lambda^-1), (S,) float64, for theta (S, P)."""
         return self.prior.log_density(theta, self.layout)
 
+    @with_smaller_blocks
     def log_joint(self, theta: Tensor) -> Tensor:
         """Return log likelihood plus log prior, (S,) float64 nats, for theta (S, P); differentiable."""
         if theta.requires_grad and torch.is_grad_enabled():
@@ -155,6 +181,7 @@ class NetworkTarget:
                 total[draws] += self._log_likelihood(theta[draws], rows).double()
         return total * self.likelihood_scale + self.log_prior(theta)
 
+    @with_smaller_blocks
     def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return the log joint (S,) and its gradient (S, P), both float64, for theta (S, P).
 
@@ -201,14 +228,15 @@ class NetworkTarget:
         """Return the same without the prior's precisions."""
         theta = theta.to(self.device, self._precision(theta))
 
-        def multiply(vectors: Tensor) -> Tensor:
+        @with_smaller_blocks
+        def multiply(self: NetworkTarget, vectors: Tensor) -> Tensor:
             vectors = vectors.to(self.device, theta.dtype)
             total = torch.zeros(vectors.shape, dtype=torch.float64, device=self.device)
             for rows in self.row_blocks(1, theta.dtype):
                 total += self._ggn_product(theta, vectors, rows).double()
             return total * self.likelihood_scale
 
-        return count_products(multiply)
+        return count_products(partial(multiply, self))
 
     def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """Return a function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""
@@ -255,11 +283,16 @@ class NetworkTarget:
         """Bytes of the device for activations, determined once for everything derived from this target."""
         return share_of(self.device)
 
+    def halve_blocks(self) -> None:
+        """Process half as many pairs at once from now on."""
+        most = self.num_examples * activation_bytes_of(self.layout)
+        self.__dict__["_share"] = min(self._share, most) // 2
+
     def row_blocks(self, num_draws: int, dtype: torch.dtype) -> Iterator[slice]:
         """Yield blocks of examples of the size in rows_at_once."""
         size = self.rows_at_once(num_draws, dtype)
         for start in range(0, self.num_examples, size):
-            between_blocks("the network's examples")
+            raise_if_interrupted("the network's examples")
             yield slice(start, min(start + size, self.num_examples))
 
     def _changed(self, **values: object) -> NetworkTarget:
@@ -343,6 +376,7 @@ class HeldOutInputs:
         """Device of the computation."""
         return self.target.device
 
+    @with_smaller_blocks
     def log_probabilities(self, theta: Tensor) -> Tensor:
         """Return log p of each label under each theta (S, P), (S, M) float64, accurate for probabilities near one."""
         target = self.target
@@ -354,6 +388,7 @@ class HeldOutInputs:
                 found[draws, rows] = target.likelihood.sharp_log_likelihoods(logits, target.labels[rows])
         return found
 
+    @with_smaller_blocks
     def losses(self, theta: Tensor) -> Tensor:
         """Return -log (M,), float64 nats, of each label's probability averaged over draws theta (S, P).
 
@@ -374,6 +409,7 @@ class HeldOutInputs:
                 losses[rows] = math.log(len(theta)) - logs.mean(dim=0)
         return losses
 
+    @with_smaller_blocks
     def losses_of(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int, width: int) -> Tensor:
         """Return the same for draws of the logits from several posteriors, (C, M); see LinearisedHeldOut."""
         target = self.target

@@ -1,6 +1,7 @@
 """What the device code promises about precision and memory."""
 
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -123,11 +124,14 @@ def test_a_containers_limit_counts_less_what_it_cannot_give_back(tmp_path: Path,
     assert devices._container_memory(tmp_path) == left
 
 
-def test_memory_is_what_the_tighter_of_system_and_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_what_the_tightest_of_system_container_and_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert 1 << 20 < devices.available_memory(cpu) <= devices._system_memory() + (1 << 30)
     monkeypatch.setattr(devices, "_container_memory", lambda folder: 5000)
     assert devices.available_memory(cpu) == 5000
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (used // 2, used // 2))
+    assert devices.available_memory(cpu) == 0
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -276,21 +277,11 @@ def test_activations_are_measured_per_example() -> None:
 
 
 @pytest.mark.parametrize("structure", registry.names("network_curvature"))
-@pytest.mark.parametrize("between", ["a signal", "holes of the heap"])
-def test_a_signal_ends_work_on_a_network_between_blocks_and_holes_are_looked_for(
-    between: str, structure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Heap:
-        def give_back_holes(self) -> None:
-            raise Interrupted(15, "holes were looked for")
-
+def test_a_signal_ends_work_on_a_network_between_blocks(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()
     theta = around(target, 2)
     gaussian = fit_gaussian(target, start=theta[0], structure=structure, center="checkpoint").gaussian
-    if between == "a signal":
-        monkeypatch.setattr(signals, "_received", [15])
-    else:
-        monkeypatch.setattr(signals, "_heap", Heap())
+    monkeypatch.setattr(signals, "_received", [15])
     for work in (
         lambda: target.log_joint(theta),
         lambda: target.log_joint_and_grad(theta),
@@ -301,8 +292,36 @@ def test_a_signal_ends_work_on_a_network_between_blocks_and_holes_are_looked_for
         lambda: gaussian.logit_root(target.inputs),
         lambda: Mc().prepare(gaussian, num_samples=2, generator=seeded(0)).predict(gaussian, target.inputs.flatten(1)),
     ):
-        with pytest.raises(Interrupted, match="SIGTERM" if between == "a signal" else "holes"):
+        with pytest.raises(Interrupted, match="SIGTERM"):
             work()
+
+
+@pytest.mark.parametrize("name", ["log_joint", "log_joint_and_grad", "products", "second derivatives", "H", "losses"])
+def test_a_gpu_without_memory_for_a_block_gets_smaller_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(target: NetworkTarget) -> Tensor:
+        theta = around(target, 2)
+        works: dict[str, Callable[[], Tensor]] = {
+            "log_joint": lambda: target.log_joint(theta),
+            "log_joint_and_grad": lambda: target.log_joint_and_grad(theta)[1],
+            "products": lambda: target.hessian_operator(theta[0])(theta),
+            "second derivatives": lambda: target.second_derivatives(theta[0])(theta),
+            "H": lambda: ggn(target, theta[0], "full")["hessian.full"],
+            "losses": lambda: target.held_out(target.inputs, target.labels).losses(theta),
+        }
+        return works[name]()
+
+    expected, most, plain = work(make_target()), [5], ModuleLayout.logits
+
+    def refuse(self: ModuleLayout, features: Tensor, theta: Tensor) -> Tensor:
+        if len(features) > most[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(self, features, theta)
+
+    monkeypatch.setattr(ModuleLayout, "logits", refuse)
+    torch.testing.assert_close(work(make_target()), expected, rtol=1e-9, atol=1e-9)
+    most[0] = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        work(make_target())
 
 
 def test_draws_go_through_convolutions_a_few_at_once_and_each_has_its_own_logits() -> None:

@@ -1,4 +1,4 @@
-"""Memory that is freed goes back to the system, and long work ends at a signal."""
+"""Long work ends at a signal."""
 
 from __future__ import annotations
 
@@ -18,52 +18,8 @@ from kills import run_signalled_in, start
 from problems.command_line import Cli
 
 from bnncli.errors import Interrupted
-from bnncli.system import memory, signals
+from bnncli.system import signals
 from bnncli.system.signals import interruptible
-
-BLOCK, TIMES, PAGE = 2**23, 20, 2**12
-# Takes and frees a block of 8 MB, and prints how many pages that took anew after the first ones.
-PROGRAM = f"""
-import ctypes, resource, sys
-import torch
-from bnncli.system import memory
-ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages are of 4 KiB
-for policy in sys.argv[1].split(","):
-    getattr(memory, policy)()
-def work():
-    for _ in range({TIMES}):
-        torch.zeros({BLOCK // 4}).add_(1)
-work()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-work()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def pages_anew(policy: str, **environment: str) -> int:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_", "GLIBC_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, policy], capture_output=True, text=True, check=True,
-        env=kept | environment | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return int(done.stdout)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path("/lib/x86_64-linux-gnu/libc.so.6").exists(), reason="another C library")
-def test_kept_blocks_need_no_new_pages_and_returned_ones_do() -> None:
-    assert pages_anew("keep_freed_blocks") < BLOCK / PAGE
-    assert pages_anew("keep_freed_blocks,return_large_blocks") > TIMES * BLOCK / PAGE / 2
-    assert pages_anew("keep_freed_blocks", MALLOC_MMAP_THRESHOLD_="1000000") > TIMES * BLOCK / PAGE / 2
-
-
-def test_what_is_kept_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(memory, "give_back_freed", lambda: order.append("given back"))
-    monkeypatch.setattr(memory, "available_memory", lambda device: order.append("looked") or 100)
-    assert memory.budget("cpu") == 70
-    assert order == ["given back", "looked"]
-
 
 CPU = torch.device("cpu")
 
