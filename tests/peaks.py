@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -73,6 +74,7 @@ def peak_of_command(words: tuple[Any, ...], folder: Path) -> tuple[int, int]:
 
 def _run(words: list[str], path: Path) -> None:
     """In the child: the command, and its peak."""
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # as the command does; read by the first large tensor
     with path.with_suffix(".txt").open("w+") as sys.stderr:
         code = run_command_line(words, io.StringIO())
         sys.stderr.seek(0)

@@ -40,6 +40,7 @@ _COMPLETED_VECTORS = 6  # per chain while a draw in the span is completed to all
 _THETA_VECTORS = 5  # per draw while theta is computed from noise
 _NETWORK_VECTORS = 16  # of a network: theta, gradients, and the check of its derivatives in float64
 _TOGETHER_VECTORS = 24  # of covariances that a search judges together
+_STEPS = 20  # of a low-rank fit, beyond three per eigenvector
 _SOLVER_VECTORS = 9  # per draw by conjugate gradients
 _CLIMBING_VECTORS = 56  # of a network's mode: twenty pairs of L-BFGS, two positions with gradients
 # Bytes a value, in two precisions.
@@ -377,6 +378,8 @@ class NetworkPlan:
         vectors = max(_TOGETHER_VECTORS * self.is_search, _SOLVER_VECTORS * self.num_drawn)
         if self.is_search and not is_by_layer(structure):
             vectors += NUM_DRAWS  # noise
+        if structure == "low-rank":
+            vectors = max(vectors, 3 * self.choice.rank + _STEPS)
         if self.is_climb:
             whitening = num_elements(NetworkTarget.rough_structure, layout)
             covariance = max(covariance, 8 * (_COPIES + 2) * whitening + 8 * _CLIMBING_VECTORS * layout.num_params)
