@@ -42,7 +42,7 @@ from bnncli.system.devices import configure_torch, resolve_device
 SCHEMA = "bnncli.benchmark.gpu/2"
 STEPS = (
     "smoke", "lenet-speed", "lbbnn", "wide", "imagenet", "network", "faults", "determinism", "torchrun",
-    "commands", "graphs", "peaks",
+    "commands", "graphs",
 )  # fmt: skip
 SECONDS = 240.0  # a step
 

@@ -1,4 +1,4 @@
-"""Heads of any size on the GPU, from random features: what graphs, repeats and peaks are tried on."""
+"""Heads of any size on the GPU, from random features: what graphs and repeats are tried on."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ _WAITING_VECTORS = 14  # per parameter of a network that waits its turn or is do
 _ACTIVATION_VECTORS = 10  # per activation of a batch
 _SCALED_VECTORS = 3  # per input of a layer in a batch, after scaling by multipliers
 _BATCH_VECTORS = 4  # per minibatch logit of each draw
-_BLOCK = 1.5  # a network's block, of what its tensors take: what flows back through its layers, and free memory between blocks
+_BLOCK = (
+    2  # a network's block, of what its tensors take: what flows back through its layers, and free memory between blocks
+)
 
 
 def structures() -> list[str]:
@@ -288,25 +290,19 @@ def require_latent(
 def block_bytes(layout: ModuleLayout, device: torch.device, num_pairs: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes of a gradient over a block of as many of `num_pairs` pairs of draw and example as it holds."""
     pairs = min(num_pairs, pairs_at_once(layout, device, dtype))
-    return round(_BLOCK * pairs * activation_bytes_of(layout, dtype))
+    return _BLOCK * pairs * activation_bytes_of(layout, dtype)
 
 
 def logit_block_bytes(layout: ModuleLayout, device: torch.device, num_examples: int, structure: str) -> int:
     """Return the bytes of a block of at most `num_examples` while their logits' covariances are computed layer by layer."""
-    from bnncli.structures.logit_gaussian import is_turned, largest_root
+    from bnncli.structures.logit_gaussian import largest_root
     from bnncli.structures.network_logits import block_size
     from bnncli.structures.network_sums import matrices_of, scales_of
 
     pieces: list[Piece] = [*matrices_of(layout), *scales_of(layout)]
     taken = {part.name for piece in pieces for part in piece.parts}
     num_others = sum(part.place.stop - part.place.start for part in layout.parts if part.name not in taken)
-    root = largest_root(structure, layout)
-    count, each = block_size(layout, root, device, num_others)
-    if is_turned(structure):  # linear layers that an example calls once need no derivatives
-        places, once = module_places(layout), _find_called_once(layout)
-        sizes = {name: place.stop - place.start for name, place in places.items()}
-        left = max((size for name, size in sizes.items() if name not in once), default=0)
-        each = block_size(layout, root // max(sizes.values()) * left, device, num_others)[1]
+    count, each = block_size(layout, largest_root(structure, layout), device, num_others)
     return 4 * each * min(count, num_examples)
 
 
@@ -314,19 +310,15 @@ def logit_cache_bytes(layout: ModuleLayout, structure: str) -> int:
     """Return the bytes per example to keep linearised logits: inputs of layers called once, else derivatives, float32."""
     from bnncli.structures.logit_gaussian import is_turned
 
-    once = _find_called_once(layout) if is_turned(structure) else {}
+    shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
+    called_once = {name for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}
+    once = {name: shapes[name][0] for name in called_once} if is_turned(structure) else {}
     sizes = {name: place.stop - place.start for name, place in module_places(layout).items()}
     each = (
         layout.num_outputs * once[name] + size // once[name] if name in once else layout.num_outputs * size
         for name, size in sizes.items()
     )
     return 4 * (layout.num_outputs + sum(each))
-
-
-def _find_called_once(layout: ModuleLayout) -> dict[str, int]:
-    """Return the outputs of each linear layer that is called once, at one position of an example."""
-    shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
-    return {name: shape[0] for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}
 
 
 def network_bytes(layout: ModuleLayout, num_inputs: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -137,17 +137,6 @@ class ModuleNetwork:
         return features.reshape(
             len(features), *((len(self.names), -1) if self.names and self.takes_tokens else input_shape)
         )
-
-    @contextmanager
-    def briefly(self, dtype: torch.dtype, varying: Collection[str]) -> Iterator[None]:
-        """Keep the fixed parameters in this precision only within this context, unless they existed before."""
-        is_new = dtype not in self._states
-        try:
-            self._frozen(dtype, varying)
-            yield
-        finally:
-            if is_new:
-                self._states.pop(dtype, None)
 
     def _frozen(self, dtype: torch.dtype, varying: Collection[str]) -> dict[str, Tensor]:
         """Return all other parameters and buffers, floats in this precision; created once each."""
@@ -392,10 +381,6 @@ class ModuleLayout:
             lead = params[part.name].shape[: params[part.name].ndim - len(part.shape)]
             flat.append(params[part.name].reshape(*lead, math.prod(part.shape)))
         return torch.cat(flat, dim=-1)
-
-    def briefly(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Keep parameters outside theta in this precision, too, but only within this context."""
-        return self._bound.briefly(dtype, {part.name for part in self.parts})
 
     def trained(self) -> Tensor:
         """Return theta (P,) float64 of the network as it is."""

@@ -84,11 +84,6 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         DataError: they do not; a part of the network has no derivative or no vmap rule; or a parameter changes logits that
             have no derivative with respect to it, for example because outputs are detached.
     """
-    with layout.briefly(torch.float64):
-        _check_derivatives(layout, inputs)
-
-
-def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     theta = layout.trained()
     inputs = inputs.to(theta.device)
     numbers = torch.arange(1, len(theta) + 1, dtype=theta.dtype, device=theta.device)

@@ -299,12 +299,6 @@ def hessian_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Te
     Uses products with unit vectors, in float64.
     """
     theta = theta.to(target.device).double()
-    with target.layout.briefly(theta.dtype):
-        total = _hessian_between(target, theta, indices)
-    return (total + total.T) * (0.5 * target.likelihood_scale)
-
-
-def _hessian_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Tensor:
     layout, likelihood = target.layout, target.likelihood
     total = torch.zeros(len(indices), len(indices), dtype=torch.float64, device=target.device)
     for rows in target.row_blocks(_AT_ONCE, theta.dtype):
@@ -319,7 +313,7 @@ def _hessian_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> T
             units = torch.zeros(len(some), len(theta), dtype=torch.float64, device=target.device)
             units.scatter_(1, some.unsqueeze(1), 1.0)
             total[begin : begin + _AT_ONCE] += torch.func.vmap(pull)(units)[0][:, indices]
-    return total
+    return (total + total.T) * (0.5 * target.likelihood_scale)
 
 
 class NetworkFull:

@@ -195,11 +195,6 @@ def find_checked(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Se
     """Return the pieces whose gradients at theta (P,), for the first of inputs (n, ...), agree with autograd."""
     inputs, theta = inputs[:_PROBES], theta.detach().double()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
-    with layout.briefly(theta.dtype):
-        return _find_checked(layout, theta, inputs, pieces)
-
-
-def _find_checked(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
     logits, noted = forward(layout, theta, inputs, pieces)
     noted = {name: of for name, of in noted.items() if of and all(use.num_examples == len(inputs) for use, _ in of)}
     if not noted:

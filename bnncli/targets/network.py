@@ -193,11 +193,10 @@ class NetworkTarget:
         theta = theta.to(self.device, dtype or self.dtype)
         value = torch.zeros(len(theta), dtype=torch.float64, device=self.device)
         gradient = torch.zeros(theta.shape, dtype=torch.float64, device=self.device)
-        with self.layout.briefly(theta.dtype):
-            for draws, rows in self._blocks(theta):
-                some, some_gradient = self._value_and_grad(theta[draws], rows)
-                value[draws] += some
-                gradient[draws] += some_gradient
+        for draws, rows in self._blocks(theta):
+            some, some_gradient = self._value_and_grad(theta[draws], rows)
+            value[draws] += some
+            gradient[draws] += some_gradient
         log_joint = value * self.likelihood_scale + self.log_prior(theta)
         return log_joint, gradient * self.likelihood_scale + self.prior.gradient(theta.double(), self.layout)
 
