@@ -57,9 +57,8 @@ _WAITING_VECTORS = 14  # per parameter of a network that waits its turn or is do
 _ACTIVATION_VECTORS = 10  # per activation of a batch
 _SCALED_VECTORS = 3  # per input of a layer in a batch, after scaling by multipliers
 _BATCH_VECTORS = 4  # per minibatch logit of each draw
-_BLOCK = (
-    2  # a network's block, of what its tensors take: what flows back through its layers, and free memory between blocks
-)
+# A network's block, of what its tensors take: what flows back through its layers, and holes between freed tensors.
+_BLOCK = 2
 
 
 def structures() -> list[str]:
@@ -287,7 +286,7 @@ def require_latent(
     require(needed(num_repeats), device, what=what, hint=hint)
 
 
-def block_bytes(layout: ModuleLayout, device: torch.device, num_pairs: int, dtype: torch.dtype = torch.float32) -> int:
+def block_bytes(layout: ModuleLayout, device: torch.device, num_pairs: int, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of a gradient over a block of as many of `num_pairs` pairs of draw and example as it holds."""
     pairs = min(num_pairs, pairs_at_once(layout, device, dtype))
     return _BLOCK * pairs * activation_bytes_of(layout, dtype)
@@ -321,11 +320,16 @@ def logit_cache_bytes(layout: ModuleLayout, structure: str) -> int:
     return 4 * (layout.num_outputs + sum(each))
 
 
+def input_bytes(layout: ModuleLayout, num_inputs: int) -> int:
+    """Return the bytes of inputs and labels."""
+    return (4 * layout.num_features + 8) * num_inputs
+
+
 def network_bytes(layout: ModuleLayout, num_inputs: int) -> int:
     """Return the bytes of inputs, labels and the vectors that any work over a network holds, and of its other weights."""
     assert layout.network is not None
     num_frozen = sum(value.numel() for value in layout.network.module.parameters()) - layout.num_params
-    return (4 * layout.num_features + 8) * num_inputs + 8 * (num_frozen + _NETWORK_VECTORS * layout.num_params)
+    return input_bytes(layout, num_inputs) + 8 * (num_frozen + _NETWORK_VECTORS * layout.num_params)
 
 
 MOST_FULL = 2000  # parameters up to which full is chosen automatically for a network: its factors take seconds
@@ -361,10 +365,8 @@ class NetworkPlan:
         from bnncli.structures.logit_gaussian import is_by_layer
 
         layout, elements = self.layout, self._elements(structure)
-        held, covariance = (
-            network_bytes(layout, self.num_examples + self.num_held),
-            round(8 * _copies(structure, layout) * elements),
-        )
+        held = network_bytes(layout, self.num_examples + self.num_held)
+        covariance = round(8 * _copies(structure, layout) * elements)
         if held + covariance > budget(device):
             return held + covariance  # too much even before anything is measured
         vectors = max(_TOGETHER_VECTORS * self.is_search, _SOLVER_VECTORS * self.num_drawn)
@@ -376,7 +378,9 @@ class NetworkPlan:
             whitening = num_elements(NetworkTarget.rough_structure, layout)
             covariance = max(covariance, 8 * (_COPIES + 2) * whitening + 8 * _CLIMBING_VECTORS * layout.num_params)
             vectors = max(vectors, _CLIMBING_VECTORS)
-        block = block_bytes(layout, device, self.num_examples, torch.float64)
+        pairs = min(self.num_examples, pairs_at_once(layout, device))
+        of_hessian = _BLOCK * pairs * (activation_bytes_of(layout) + 4 * layout.own_outputs)
+        block = max(of_hessian, block_bytes(layout, device, self.num_examples, torch.float64))
         if self.num_held:
             block = max(block, logit_block_bytes(layout, device, self.num_held, structure))
         return held + max(covariance, 8 * (2 * elements + vectors * layout.num_params) + block)
@@ -409,7 +413,7 @@ class NetworkPlan:
             return needed + self.kept_bytes(structure, device)
         fitting = [name for name in self.structures if self.fit_bytes(name, device) <= there]
         hint = f"use \0structure\0 {fitting[0]}, which fits" if fitting else "no structure fits: use fewer \0layers\0"
-        if network_bytes(self.layout, self.num_examples + self.num_held) > there:
+        if input_bytes(self.layout, self.num_examples + self.num_held) > there:
             hint = "the inputs alone need more memory: extract the features of fewer examples"
         what = f"a {structure} covariance with {self.layout.num_params:,} parameters"
         require(needed, device, what=what, hint=hint)
