@@ -57,8 +57,7 @@ _WAITING_VECTORS = 14  # per parameter of a network that waits its turn or is do
 _ACTIVATION_VECTORS = 10  # per activation of a batch
 _SCALED_VECTORS = 3  # per input of a layer in a batch, after scaling by multipliers
 _BATCH_VECTORS = 4  # per minibatch logit of each draw
-# A network's block, of what its tensors take: what flows back through its layers, and holes between freed tensors.
-_BLOCK = 2
+_HOLES = {"cpu": 2}  # factor on a network's block: holes between freed tensors, which a GPU's allocator hardly leaves
 
 
 def structures() -> list[str]:
@@ -289,7 +288,7 @@ def require_latent(
 def block_bytes(layout: ModuleLayout, device: torch.device, num_pairs: int, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of a gradient over a block of as many of `num_pairs` pairs of draw and example as it holds."""
     pairs = min(num_pairs, pairs_at_once(layout, device, dtype))
-    return _BLOCK * pairs * activation_bytes_of(layout, dtype)
+    return _HOLES.get(device.type, 1) * pairs * activation_bytes_of(layout, dtype)
 
 
 def logit_block_bytes(layout: ModuleLayout, device: torch.device, num_examples: int, structure: str) -> int:
@@ -379,7 +378,7 @@ class NetworkPlan:
             covariance = max(covariance, 8 * (_COPIES + 2) * whitening + 8 * _CLIMBING_VECTORS * layout.num_params)
             vectors = max(vectors, _CLIMBING_VECTORS)
         pairs = min(self.num_examples, pairs_at_once(layout, device))
-        of_hessian = _BLOCK * pairs * (activation_bytes_of(layout) + 4 * layout.own_outputs)
+        of_hessian = block_bytes(layout, device, pairs) + _HOLES.get(device.type, 1) * 4 * pairs * layout.own_outputs
         block = max(of_hessian, block_bytes(layout, device, self.num_examples, torch.float64))
         if self.num_held:
             block = max(block, logit_block_bytes(layout, device, self.num_held, structure))

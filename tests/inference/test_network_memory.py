@@ -55,6 +55,12 @@ def test_more_examples_draws_and_parameters_take_more(structure: str) -> None:
     assert found < plan_of(make_layout(8)).fit_bytes(structure, CPU)
 
 
+def test_a_block_of_a_gpu_leaves_room_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 8 << 30)
+    plan = plan_of(make_layout(), 10_000_000)
+    assert plan.automatic_structure(torch.device("cuda")) == "full"
+
+
 def test_chains_and_flows_take_what_is_held_of_each() -> None:
     layout = make_layout()
     plan = NetworkDraws(layout, 60, 20, base_bytes=1000)
