@@ -16,8 +16,6 @@ Result = TypeVar("Result")
 
 SHARE = 0.7  # of free memory that a command may plan with; blocks of features and of logits take some of the rest
 
-CPU_ACTIVATION_BYTES = 2**26  # of a network's pass on a CPU: more than its caches hold gains nothing
-
 
 def budget(device: torch.device | str) -> int:
     """Return the bytes that a command may plan with on the device, the same for all workers; workers share a CPU's memory equally."""

@@ -16,7 +16,7 @@ from bnncli.likelihoods import Likelihood
 from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
-from bnncli.system.memory import CPU_ACTIVATION_BYTES, budget
+from bnncli.system.memory import budget
 from bnncli.system.signals import raise_if_interrupted
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
 from bnncli.targets.target import (
@@ -36,7 +36,7 @@ Arguments = ParamSpec("Arguments")
 Owner = TypeVar("Owner", "NetworkTarget", "HeldOutInputs")
 Result = TypeVar("Result")
 
-_MOST_BYTES = {"cpu": CPU_ACTIVATION_BYTES}  # of activations at once
+_MOST_BYTES = {"cpu": 2**26}  # of activations at once: more than a CPU's caches hold gains nothing
 _SHARE = 4  # one part in this many of the memory that is free when a target first asks; on a CPU if that is less
 
 
