@@ -293,14 +293,19 @@ def block_bytes(layout: ModuleLayout, device: torch.device, num_pairs: int, dtyp
 
 def logit_block_bytes(layout: ModuleLayout, device: torch.device, num_examples: int, structure: str) -> int:
     """Return the bytes of a block of at most `num_examples` while their logits' covariances are computed layer by layer."""
-    from bnncli.structures.logit_gaussian import largest_root
+    from bnncli.structures.logit_gaussian import is_turned, largest_root
     from bnncli.structures.network_logits import block_size
     from bnncli.structures.network_sums import matrices_of, scales_of
 
     pieces: list[Piece] = [*matrices_of(layout), *scales_of(layout)]
     taken = {part.name for piece in pieces for part in piece.parts}
     num_others = sum(part.place.stop - part.place.start for part in layout.parts if part.name not in taken)
-    count, each = block_size(layout, largest_root(structure, layout), device, num_others)
+    root = largest_root(structure, layout)
+    count, each = block_size(layout, root, device, num_others)
+    if is_turned(structure):  # linear layers that an example calls once need no derivatives
+        once, sizes = _find_called_once(layout), _module_sizes(layout)
+        left = max((size for name, size in sizes.items() if name not in once), default=0)
+        each = block_size(layout, root // max(sizes.values()) * left, device, num_others)[1]
     return 4 * each * min(count, num_examples)
 
 
@@ -308,15 +313,23 @@ def logit_cache_bytes(layout: ModuleLayout, structure: str) -> int:
     """Return the bytes per example to keep linearised logits: inputs of layers called once, else derivatives, float32."""
     from bnncli.structures.logit_gaussian import is_turned
 
-    shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
-    called_once = {name for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}
-    once = {name: shapes[name][0] for name in called_once} if is_turned(structure) else {}
-    sizes = {name: place.stop - place.start for name, place in module_places(layout).items()}
+    once = _find_called_once(layout) if is_turned(structure) else {}
     each = (
         layout.num_outputs * once[name] + size // once[name] if name in once else layout.num_outputs * size
-        for name, size in sizes.items()
+        for name, size in _module_sizes(layout).items()
     )
     return 4 * (layout.num_outputs + sum(each))
+
+
+def _module_sizes(layout: ModuleLayout) -> dict[str, int]:
+    """Return the number of chosen parameters of each module."""
+    return {name: place.stop - place.start for name, place in module_places(layout).items()}
+
+
+def _find_called_once(layout: ModuleLayout) -> dict[str, int]:
+    """Return the outputs of each linear layer that is called once, at one position of an example."""
+    shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
+    return {name: shape[0] for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}
 
 
 def input_bytes(layout: ModuleLayout, num_inputs: int) -> int:
