@@ -39,7 +39,7 @@ def peak_of(name: str, sizes: tuple[Any, ...], folder: Path) -> int:
     """The peak of a work of this module, bytes, in a process forked from SERVER."""
     process = SERVER.Process(target=_measure, args=(name, sizes, folder / "peak.json"))
     process.start()
-    process.join(timeout=120)
+    process.join(timeout=300)
     assert process.exitcode == 0
     return json.loads((folder / "peak.json").read_text())
 
@@ -63,7 +63,7 @@ def peak_of_command(words: tuple[Any, ...], folder: Path) -> tuple[int, int]:
     """What a command expects to need of memory, bytes, and its peak above what its process had before."""
     process = SERVER.Process(target=_run, args=([*map(str, words), "--threads", "1", "-v"], folder / "peak.json"))
     process.start()
-    process.join(timeout=120)
+    process.join(timeout=300)
     assert process.exitcode == 0
     told, peak = json.loads((folder / "peak.json").read_text())
     found = re.search(r"the process uses ([\d.]+) MiB of memory, the work needs about ([\d.]+) MiB more", told)

@@ -80,7 +80,6 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "words",
     [
         ("fit-laplace", "--structure", "kron", "--name", "kron"),
-        ("fit-laplace", "--structure", "low-rank", "--rank", "10", "--prior-precision", "50", "--name", "low-rank"),
         ("hmc", "--prior-precision", "5000", "--warmup", "2", "--draws", "10", "--chains", "4"),
         ("refine", "--epochs", "1"),
         ("predict", "--posterior", "laplace-all", "--split", "val"),
