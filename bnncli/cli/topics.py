@@ -45,7 +45,6 @@ ENVIRONMENT = {
     "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR": "Set by torchrun to split one command among workers.",
     "OMP_NUM_THREADS": "CPU threads per process, as for PyTorch. grid sets it for its jobs unless it is set.",
     "OMP_WAIT_POLICY": "If set, bnncli leaves GOMP_SPINCOUNT alone.",
-    "MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_": "If set, bnncli leaves glibc's memory allocator alone.",
 }
 
 

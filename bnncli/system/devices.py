@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from bnncli.errors import DeviceError, UsageError
 from bnncli.lazy import addresses_left, torch
 from bnncli.names import printable
+from bnncli.system.signals import raise_if_received
 
 _ONE_AT_A_TIME = threading.RLock()
 DEVICE_FILES = Path("/dev")
@@ -47,8 +48,6 @@ def _take_device() -> None:
     Raises:
         Interrupted: a signal has come while it waited for one.
     """
-    from bnncli.system.signals import raise_if_received  # which imports this module
-
     names = [name.strip() for name in os.environ.pop(GPU_POOL, "").split(",") if name.strip()]
     folder = Path(tempfile.gettempdir(), f"bnncli-gpus-{os.getuid()}")
     while names:

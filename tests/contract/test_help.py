@@ -24,7 +24,7 @@ from bnncli.options.declaration import flag_of, list_forms
 from bnncli.registry import names
 
 # What other libraries read and we only set; and the line that a shell completes.
-SET = {"GOMP_SPINCOUNT", "OPENBLAS_NUM_THREADS"}
+SET = {"GOMP_SPINCOUNT", "OPENBLAS_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"}
 SET |= {
     "COMP_WORDS",
     "_TYPER_COMPLETE_ARGS",
