@@ -28,6 +28,8 @@ from bnncli.system import devices
 
 __all__ = ["stage"]
 
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
 TWO = '[[step]]\ncommand = "fit-laplace"\nstructure = ["full", "kron"]\n'
 HMC = '[[step]]\ncommand = "hmc"\nbase = "{laplace}"\nseed = [1, 2]\n'
 MERGE = '[[step]]\ncommand = "merge"\nposterior = ["{hmc*}"]\nname = "joined"\n'
