@@ -1,7 +1,7 @@
 """Post-hoc Bayesian classifiers from saved checkpoints: the package behind the `bnncli` command, and its Python API.
 
-`bnncli.open("ckpt.pt")` returns the run that the commands created: its splits, posteriors and metrics, and predictions for
-arrays. Importing bnncli imports nothing heavy.
+`bnncli.open("ckpt.pt")` returns the run of a checkpoint: its splits, posteriors and metrics, predictions for arrays, and the
+commands as methods. Importing bnncli imports nothing heavy.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 import bnncli
 from bnncli import api, errors, registry
+from bnncli.api.commands import CommandMethod
 from bnncli.api.predictions import LoadedPredictor
 from bnncli.cli.commands import all_commands
 from bnncli.cli.options import default_of, option_fields
@@ -245,6 +246,7 @@ def python_page() -> str:
     lines += [f"## `bnncli.open{signature(bnncli.open)}`\n", *docstring(bnncli.open), ""]
     for kind in (
         api.OpenedRun,
+        api.CommandResult,
         api.OpenedPosterior,
         api.ClassProbabilities,
         LoadedPredictor,
@@ -256,6 +258,8 @@ def python_page() -> str:
                 continue
             if isinstance(member, property):
                 lines += [f"### `{name}`\n", *docstring(member.fget), ""]
+            elif isinstance(member, CommandMethod):
+                lines += [f"### `{name}(**options)`\n", f"Runs [`{member.command}`](options.md).", ""]
             elif inspect.isfunction(member):
                 lines += [f"### `{name}{signature(member)}`\n", *docstring(member), ""]
     lines += ["## `bnncli.errors`\n", "Every error has `exit`, `code`, `message`, `hint` and `path`.\n"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnncli import registry
-from bnncli.api.session import Session, check_count, check_number, check_text, convert_errors_to_python
+from bnncli.api.session import Session, check_count, check_number, check_text, check_typed, convert_errors_to_python
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
@@ -71,27 +70,9 @@ def check_request(integrator: str | None, samples: int | None, settings: Mapping
     unknown = [name for name in settings if name not in known]
     if unknown:
         raise UsageError(f"expected an integrator setting ({', '.join(known)}); got {unknown[0]!r}")
-    given = {name: _value(name, value, known[name].type) for name, value in settings.items() if value is not None}
+    given = {name: check_typed(name, value, known[name].type) for name, value in settings.items() if value is not None}
     given = {name: value for name, value in given.items() if value is not False}
     return PredictOptions(integrator=[] if integrator is None else [integrator], samples=samples, settings=given)
-
-
-def _value(name: str, value: object, kind: type) -> Any:
-    """Return a setting's value in its own type.
-
-    Raises:
-        UsageError: the value has another type.
-    """
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise UsageError(f"\0{name}\0: expected True or False; got {value!r}"[:300])
-        return value
-    if kind is str:
-        return check_text(name, value)
-    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
-        expected = "a whole number" if kind is int else "a number"
-        raise UsageError(f"\0{name}\0: expected {expected}; got {value!r}"[:300])
-    return kind(value)
 
 
 def choose_predictor(options: PredictOptions, header: Header, num_classes: int) -> IntegratorChoice:

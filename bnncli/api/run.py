@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.api.commands import CommandMethod
 from bnncli.api.predictions import ClassProbabilities, OpenedPosterior, check_request, choose_predictor, predict
 from bnncli.api.session import (
     Items,
@@ -126,10 +127,17 @@ class SplitArrays:
 
 
 class OpenedRun:
-    """The artifacts of a checkpoint. Each call reads and checks the files it needs, as a command does."""
+    """The artifacts of a checkpoint. Each call reads and checks the files it needs, as a command does.
+
+    The methods named like commands run these: `run.fit_laplace(structure="kron")` is `bnncli fit-laplace CKPT --structure
+    kron`, with the seed and device of the run.
+
+    Attributes:
+        session: state shared by all calls on the run.
+    """
 
     def __init__(self, session: Session, model: str | None) -> None:
-        self._session, self._model = session, model
+        self.session, self._model = session, model
         self._predictors: dict[Path, tuple[Predictor, str | None]] = {}  # with the digest of train
         self._network: InputNetwork | None = None
         self._folder, self._checkpoint_state = session.folder, session.checkpoint_state
@@ -140,17 +148,17 @@ class OpenedRun:
     @property
     def folder(self) -> Path:
         """Path of the run folder."""
-        return self._session.folder.root
+        return self.session.folder.root
 
     @property
     def splits(self) -> tuple[str, ...]:
         """Names of the splits with features, train first."""
-        return tuple(self._session.folder.splits())
+        return tuple(self.session.folder.splits())
 
     @property
     def posteriors(self) -> tuple[str, ...]:
         """Names of the posteriors: map, temperature, laplace, refine, hmc, then the others."""
-        return tuple(path.stem for path in self._session.folder.posteriors())
+        return tuple(path.stem for path in self.session.folder.posteriors())
 
     def split(self, name: str, *, allow_stale: bool = False) -> SplitArrays:
         """Return the features and labels of a split.
@@ -159,7 +167,7 @@ class OpenedRun:
             MissingInput: there is no such split.
             DataError: it is damaged, stale, or belongs to another checkpoint.
         """
-        with self._session.computing(allow_stale=allow_stale) as run:
+        with self.session.computing(allow_stale=allow_stale) as run:
             content = load_split(run, check_text("name", name)).content
             return SplitArrays(name, content.features, content.labels, tuple(content.classes), content.is_ood)
 
@@ -171,13 +179,13 @@ class OpenedRun:
             DataError: it is damaged, stale, or belongs to another checkpoint.
             DeviceError: it does not fit into memory.
         """
-        with self._session.computing(allow_stale=allow_stale) as run:
+        with self.session.computing(allow_stale=allow_stale) as run:
             predictor = self._predictor(run, name)
             if predictor.header.kind == "samples":
                 predictor.require_memory(0, option=None)
             with guard_user_network(predictor):
                 _ = predictor.posterior  # read now, because the file may change later
-            return OpenedPosterior(self._session, predictor)
+            return OpenedPosterior(self.session, predictor)
 
     def metrics(
         self, *, posterior: str | None = None, split: str | None = None, allow_stale: bool = False
@@ -194,7 +202,7 @@ class OpenedRun:
             MissingInput: there are no such scores.
             DataError: they are stale or damaged.
         """
-        with self._session.asking(allow_stale=allow_stale) as run:
+        with self.session.asking(allow_stale=allow_stale) as run:
             posterior = None if posterior is None else check_text("posterior", posterior)
             split = None if split is None else check_text("split", split)
             return metrics_of(run, posterior=posterior, split=split)
@@ -211,7 +219,7 @@ class OpenedRun:
             DataError: the run has no network, it cannot take the inputs, or its code has changed.
             Untrusted: the network is your own code, and `open` was called without `model`.
         """
-        with self._session.computing(allow_stale=allow_stale) as run:
+        with self.session.computing(allow_stale=allow_stale) as run:
             given = convert_to_items(inputs)
             network = self._input_network(run)
             found: NDArray[np.floating[Any]] = network.features(
@@ -247,7 +255,7 @@ class OpenedRun:
             DataError: x is neither features nor inputs, or not finite; a file is stale, damaged or belongs to another checkpoint.
             Untrusted: the network is your own code, and `open` was called without `model`.
         """
-        with self._session.computing(allow_stale=allow_stale) as run:
+        with self.session.computing(allow_stale=allow_stale) as run:
             posterior, integrator = _choose_posterior(run, posterior, integrator)
             options = check_request(integrator, samples, settings)
             predictor = self._predictor(run, posterior)
@@ -282,7 +290,7 @@ class OpenedRun:
         """
         from bnncli.api.predictions import LoadedPredictor
 
-        with self._session.computing(allow_stale=allow_stale) as run:
+        with self.session.computing(allow_stale=allow_stale) as run:
             posterior, integrator = _choose_posterior(run, posterior, integrator)
             options = check_request(integrator, samples, settings)
             shared = self._predictor(run, posterior)
@@ -296,7 +304,19 @@ class OpenedRun:
             predictor.__dict__["posterior"] = shared.posterior  # shared weights, separate integrator
             predictor.ready(choice)
             classes = tuple(posterior_classes(run.folder, predictor.header))
-            return LoadedPredictor(classes, self._session, predictor, choice, self._reader(run, layout.num_features))
+            return LoadedPredictor(classes, self.session, predictor, choice, self._reader(run, layout.num_features))
+
+    fit_temperature = CommandMethod("fit-temperature")
+    fit_laplace = CommandMethod("fit-laplace")
+    refine = CommandMethod("refine")
+    hmc = CommandMethod("hmc")
+    stack = CommandMethod("stack")
+    auto = CommandMethod("auto")
+    predict_splits = CommandMethod("predict")
+    evaluate = CommandMethod("evaluate")
+    compare = CommandMethod("compare")
+    diagnose = CommandMethod("diagnose")
+    report = CommandMethod("report")
 
     def _reader(self, run: Run, num_features: int) -> Callable[[Any], Tensor]:
         """Return a function from features or inputs to features; it opens the network once, on the first inputs."""
@@ -379,16 +399,16 @@ class OpenedRun:
         """Return the caller's network name, with its path relative to the current folder."""
         model = self._model
         if model is not None and ".py:" in model:
-            model = self._session.placed(model)
+            model = self.session.placed(model)
         elif model is not None and is_kind(model):
             kind, _, place = model.partition(":")
-            elsewhere = self._session.placed(place)
+            elsewhere = self.session.placed(place)
             model = f"{kind}:{elsewhere}" if os.path.exists(elsewhere) else model  # a place may be a name
         return model
 
     def _forget_other_weights(self) -> None:
         """Drop cached objects if the checkpoint has changed or was named otherwise."""
-        now = self._session.folder, self._session.checkpoint_state
+        now = self.session.folder, self.session.checkpoint_state
         if now != (self._folder, self._checkpoint_state):
             (self._folder, self._checkpoint_state), self._network = now, None
             self._predictors.clear()

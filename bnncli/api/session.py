@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
 from threading import RLock
@@ -426,6 +426,24 @@ def check_text(name: str, value: object) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise UsageError(f"{name}: expected a string; got {value!r}"[:300])
     return value
+
+
+def check_typed(name: str, value: object, kind: type) -> Any:
+    """Return an option's value in its own type.
+
+    Raises:
+        UsageError: the value has another type.
+    """
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise UsageError(f"\0{name}\0: expected True or False; got {value!r}"[:300])
+        return value
+    if kind is str:
+        return check_text(name, value)
+    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+        expected = "a whole number" if kind is int else "a number"
+        raise UsageError(f"\0{name}\0: expected {expected}; got {value!r}"[:300])
+    return kind(value)
 
 
 def _path(name: str, value: str | PathLike[str]) -> str:

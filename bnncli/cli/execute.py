@@ -35,12 +35,6 @@ from bnncli.options.command import (
     CommandLine,
     CommonOptions,
     ComputeOptions,
-    InputOptions,
-    LockOptions,
-    NameOptions,
-    RecordOptions,
-    RunOptions,
-    WriteOptions,
 )
 from bnncli.options.declaration import build_options, flag_of, spell_options
 from bnncli.system import signals
@@ -231,7 +225,7 @@ class _Invocation:
         self.console = Console(command.name, common)
         if common.verbose >= 2:
             logging.basicConfig(stream=sys.stderr, level=logging.DEBUG, force=True)
-        from bnncli.session.run import Run
+        from bnncli.session.run import begin_run
 
         arguments = {argument.name: values[argument.name] for argument in command.arguments}
         if command.name == "config-show":
@@ -241,21 +235,8 @@ class _Invocation:
 
             arguments["lines"] = lines_of(arguments["topic"])
         compute = spread.own_device(options.get(ComputeOptions, ComputeOptions()))
-        own = next((options[group] for group in command.groups if group not in _SHARED), None)
-        run = Run(
-            command=command.name,
-            line=self.line,
-            arguments=arguments,
-            console=self.console,
-            run_options=options.get(RunOptions, RunOptions()),
-            write=options.get(WriteOptions, WriteOptions()),
-            compute=compute,
-            naming=options.get(NameOptions, NameOptions()),
-            lock=options.get(LockOptions, LockOptions()),
-            inputs=options.get(InputOptions, InputOptions()),
-            record=options.get(RecordOptions, RecordOptions()),
-            started=self.started,
-        )
+        beside = {"compute": compute, "started": self.started}
+        run, own = begin_run(self.line, arguments, self.console, options, **beside)
         with (
             spread.redirect_prints(),
             spread.join_workers(command.name, own, compute, self.console) as has_work,
@@ -281,7 +262,9 @@ class _Invocation:
         if failure is not None:
             self._advise(failure)
         if self.is_json:
-            document = self._document(run, result)
+            from bnncli.session.run import result_document  # imported late, as above
+
+            document = result_document(run, result)
             if failure is not None:
                 document |= {"ok": False, "exit": int(failure.exit), "error": _error_json(failure)}
             self._print_json(document)
@@ -295,17 +278,6 @@ class _Invocation:
             self.results.flush()  # keeps the error last when both streams are the same
             self.console.error(failure)
             self.code = failure.exit
-
-    def _document(self, run: Any, result: Any) -> dict[str, Any]:
-        document: dict[str, Any] = {"schema": "bnncli.result/1", "ok": True, "command": self.command}
-        if result.action:
-            document["action"] = result.action
-            document["outputs"], document["inputs"] = result.outputs, result.inputs
-            document["seed"] = run.compute.seed
-            document["device"] = run.device_name if run.has_device else run.__dict__.get("device_name")
-        if result.metrics:
-            document["metrics"] = result.metrics
-        return document | result.extra | {"warnings": self.console.warnings, "seconds": round(run.seconds, 3)}
 
     def _print_json(self, document: dict[str, Any]) -> None:
         print(json.dumps(spell_options(document), allow_nan=False), file=self.results)
@@ -363,16 +335,6 @@ class _Invocation:
 
 
 _NOT_RECORDED = {spec.name for spec in fields(CommonOptions)} | {"force", "dry_run", "wait", "run_dir"}
-_SHARED = (
-    CommonOptions,
-    RunOptions,
-    WriteOptions,
-    LockOptions,
-    InputOptions,
-    ComputeOptions,
-    RecordOptions,
-    NameOptions,
-)
 
 
 def _rewrite_help_word(argv: list[str]) -> list[str]:

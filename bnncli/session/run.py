@@ -410,6 +410,56 @@ class Run:
         return time.monotonic() - self.started
 
 
+SHARED_OPTIONS = (
+    CommonOptions,
+    RunOptions,
+    WriteOptions,
+    LockOptions,
+    InputOptions,
+    ComputeOptions,
+    RecordOptions,
+    NameOptions,
+)
+
+
+def begin_run(
+    line: CommandLine, arguments: dict[str, Any], console: Voice, options: Mapping[type, Any], **beside: Any
+) -> tuple[Run, Any]:
+    """Return the run of a command and the command's own options.
+
+    Args:
+        options: by option class; the class that is not shared is the command's own.
+        beside: further fields of the run.
+    """
+    found = Run(
+        command=line.command,
+        line=line,
+        arguments=arguments,
+        console=console,
+        run_options=options.get(RunOptions, RunOptions()),
+        write=options.get(WriteOptions, WriteOptions()),
+        naming=options.get(NameOptions, NameOptions()),
+        lock=options.get(LockOptions, LockOptions()),
+        inputs=options.get(InputOptions, InputOptions()),
+        record=options.get(RecordOptions, RecordOptions()),
+        **{"compute": options.get(ComputeOptions, ComputeOptions()), **beside},
+    )
+    return found, next((options[group] for group in line.groups if group not in SHARED_OPTIONS), None)
+
+
+def result_document(run: Run, result: Result) -> dict[str, Any]:
+    """Return the JSON document of a command's result."""
+    document: dict[str, Any] = {"schema": "bnncli.result/1", "ok": True, "command": run.command}
+    if result.action:
+        document["action"] = result.action
+        document["outputs"], document["inputs"] = result.outputs, result.inputs
+        document["seed"] = run.compute.seed
+        document["device"] = run.device_name if run.has_device else run.__dict__.get("device_name")
+    if result.metrics:
+        document["metrics"] = result.metrics
+    return document | result.extra | {"warnings": run.console.warnings, "seconds": round(run.seconds, 3)}
+
+
 def source_json(source: Source) -> dict[str, str]:
     """Return an input's entry in the JSON result."""
     return {"role": source.role, "path": str(source.path), "content_digest": source.content_digest}

@@ -189,7 +189,7 @@ def test_an_open_run_sees_what_a_command_makes_anew(small_run: Path, cli: Cli) -
 def test_every_public_method_says_its_types_and_the_package_that_it_does() -> None:
     functions: list[Any] = [bnncli.open]
     for one in (OpenedRun, OpenedPosterior):
-        members = [value for name, value in vars(one).items() if not name.startswith("_")]
+        members = [getattr(one, name) for name in vars(one) if not name.startswith("_")]
         functions += [member.fget if isinstance(member, property) else member for member in members]
     assert len(functions) > 12
     for function in functions:

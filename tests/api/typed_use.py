@@ -1,12 +1,13 @@
 """What a user's code looks like to a type checker: `.ci/run` has mypy look at it, with --strict."""
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 import bnncli
+from bnncli.api.commands import CommandResult
 from bnncli.api.predictions import ClassProbabilities, OpenedPosterior
 from bnncli.api.run import OpenedRun
 
@@ -23,6 +24,10 @@ assert_type(posterior.sample(3, seed=2), torch.Tensor)
 assert_type(posterior.mean, torch.Tensor)
 assert_type(posterior.layout.num_params, int)
 assert_type(run.splits, tuple[str, ...])
+fitted = run.fit_laplace(structure="kron", prior_precision=10, progress=True)
+assert_type(fitted, CommandResult)
+assert_type(run.auto(budget="5m").to_dict(), dict[str, Any])
+assert_type(run.evaluate(split=["test"]).lines, tuple[str, ...])
 run.predict(torch.zeros(2, 3))
 run.predict([[1.0, 2.0]])
 try:
