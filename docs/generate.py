@@ -243,7 +243,8 @@ def signature(function: Any) -> str:
 def python_page() -> str:
     """What `import bnncli` gives, from docstrings."""
     lines = ["# Python API\n", "See [Python](../how-to/python.md) for an example.\n"]
-    lines += [f"## `bnncli.open{signature(bnncli.open)}`\n", *docstring(bnncli.open), ""]
+    for function in (bnncli.open, bnncli.from_torch, bnncli.from_features):
+        lines += [f"## `bnncli.{function.__name__}{signature(function)}`\n", *docstring(function), ""]
     for kind in (
         api.OpenedRun,
         api.CommandResult,

@@ -172,7 +172,7 @@ def run_command(
         known = list_keywords(groups)
         for name in given:
             if name not in known:
-                hint = near_miss(name, [*known]) or f"see help(run.{method})"
+                hint = near_miss(name, [*known]) or f"see the options of bnncli {command}"
                 raise UsageError(f"{method}: unexpected keyword {name!r}", hint=hint)
         chosen = {name: _convert(name, value, known[name][1]) for name, value in given.items() if value is not None}
         compute = {"seed": opened.compute.seed, "device": opened.compute.device}

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from bnncli.api.create import ModuleNetwork
     from bnncli.api.predictions import LoadedPredictor
     from bnncli.session.run import Run
 
@@ -134,12 +135,14 @@ class OpenedRun:
 
     Attributes:
         session: state shared by all calls on the run.
+        module_network: the module of a run made by `from_torch`, for inputs; None for others.
     """
 
     def __init__(self, session: Session, model: str | None) -> None:
         self.session, self._model = session, model
         self._predictors: dict[Path, tuple[Predictor, str | None]] = {}  # with the digest of train
         self._network: InputNetwork | None = None
+        self.module_network: ModuleNetwork | None = None
         self._folder, self._checkpoint_state = session.folder, session.checkpoint_state
 
     def __repr__(self) -> str:
@@ -320,16 +323,16 @@ class OpenedRun:
 
     def _reader(self, run: Run, num_features: int) -> Callable[[Any], Tensor]:
         """Return a function from features or inputs to features; it opens the network once, on the first inputs."""
-        opened: list[InputNetwork] = []
+        opened: list[InputNetwork | ModuleNetwork] = []
 
-        def network() -> InputNetwork:
+        def network() -> InputNetwork | ModuleNetwork:
             if not opened:
                 opened.append(self._input_network(run))
             return opened[0]
 
         return lambda x: self._features(network, x, num_features)
 
-    def _features(self, opened: Callable[[], InputNetwork], x: Any, num_features: int) -> Tensor:
+    def _features(self, opened: Callable[[], InputNetwork | ModuleNetwork], x: Any, num_features: int) -> Tensor:
         """Return features (N, D) from features or inputs."""
         given = convert_to_items(x)
         tensor = convert_to_tensor(x) if given is None else given
@@ -354,6 +357,7 @@ class OpenedRun:
         if isinstance(x, str) and x in self.splits:
             return predictor.train.seen_by(predictor.header, load_split(run, x)).stored
         network = self._input_network(run)
+        assert isinstance(network, InputNetwork)  # a module has posteriors over its last layer only
         given = convert_to_items(x)
         tensor = convert_to_tensor(x) if given is None else given
         try:
@@ -387,10 +391,12 @@ class OpenedRun:
             self._predictors[path] = known, train
         return known
 
-    def _input_network(self, run: Run) -> InputNetwork:
+    def _input_network(self, run: Run) -> InputNetwork | ModuleNetwork:
         """Return the run's network, reused while its features and code are unchanged."""
         from bnncli.session.network import network_header, open_recorded
 
+        if self.module_network is not None:
+            return self.module_network
         self._forget_other_weights()
         self._network = open_recorded(InputNetwork, run, network_header(run), self._named_model(), self._network)
         return self._network

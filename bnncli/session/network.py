@@ -643,7 +643,8 @@ def open_recorded(
         raise DataError(
             f"the run {run.checkpoint_path} has no network to compute features with",
             code="no_network",
-            hint="its features were computed elsewhere; compute features for these inputs there too",
+            hint="its features were computed elsewhere: compute those of other inputs there too; layers other than the "
+            "last need a checkpoint, and extract-features with \0model\0",
         )
     if named is None and runs_code(spec):
         raise Untrusted(

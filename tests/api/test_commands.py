@@ -50,7 +50,7 @@ def test_a_result_is_the_document_and_the_table_of_the_command(small_run: Path, 
         ({"structre": "kron"}, "fit_laplace: unexpected keyword 'structre'", "did you mean 'structure'?"),
         ({"structure": "kro"}, "structure: expected one of auto, full, .*; got 'kro'", "did you mean 'kron'?"),
         ({"force": "yes"}, "force: expected True or False; got 'yes'", None),
-        ({"epochs": 1.5}, "fit_laplace: unexpected keyword 'epochs'", "see help"),
+        ({"epochs": 1.5}, "fit_laplace: unexpected keyword 'epochs'", "see the options of bnncli fit-laplace"),
     ],
 )
 def test_a_wrong_keyword_is_one_clear_error(

@@ -24,6 +24,11 @@ assert_type(posterior.sample(3, seed=2), torch.Tensor)
 assert_type(posterior.mean, torch.Tensor)
 assert_type(posterior.layout.num_params, int)
 assert_type(run.splits, tuple[str, ...])
+made = bnncli.from_torch(torch.nn.Linear(3, 2), (np.zeros((2, 3)), [0, 1]), ood={"far": torch.zeros(2, 3)})
+assert_type(made, OpenedRun)
+assert_type(
+    bnncli.from_features((np.zeros((2, 3)), [0, 1]), head=torch.nn.Linear(3, 2), hold_out="val=train:1"), OpenedRun
+)
 fitted = run.fit_laplace(structure="kron", prior_precision=10, progress=True)
 assert_type(fitted, CommandResult)
 assert_type(run.auto(budget="5m").to_dict(), dict[str, Any])

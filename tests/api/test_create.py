@@ -1,0 +1,149 @@
+"""Runs from features or a torch module in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems.arrays import make_arrays
+from problems.command_line import Cli, new_run
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bnncli
+from bnncli.artifacts.files import read_header
+from bnncli.errors import DataError, UsageError
+
+NAMES = ("train", "val", "test")
+
+
+def splits_of(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    return {name: (arrays[f"features_{name}"], arrays[f"labels_{name}"]) for name in NAMES}
+
+
+def test_features_in_memory_make_the_run_of_their_file(tmp_path: Path, cli: Cli) -> None:
+    arrays = make_arrays()
+    head, far = (arrays["head_weight"], arrays["head_bias"]), {"far": torch.tensor(arrays["features_far"])}
+    run = bnncli.from_features(**splits_of(arrays), ood=far, head=head, folder=tmp_path / "python")
+    run.fit_laplace(prior_precision=3)
+    new_run(cli, tmp_path / "small", arrays, "--ood", "far")
+    cli("fit-laplace", tmp_path / "small", "--prior-precision", 3).expect(0)
+    for path in (
+        "features/train.h5",
+        "features/far.h5",
+        "posteriors/map.safetensors",
+        "posteriors/laplace.safetensors",
+    ):
+        digests = {read_header(folder / path).content_digest for folder in (run.folder, tmp_path / "small.bnn")}
+        assert len(digests) == 1
+    again = bnncli.open(tmp_path / "python" / "run")
+    assert again.posteriors == ("map", "laplace")
+    cli("predict", tmp_path / "python" / "run", "--split", "test").expect(0)
+
+
+def test_a_temporary_run_is_deleted_with_what_was_made_of_it() -> None:
+    run = bnncli.from_features(splits_of(make_arrays())["train"])
+    run.fit_laplace(prior_precision=1)
+    folder, posterior = run.folder, run.posterior("laplace")
+    del run
+    gc.collect()
+    assert folder.is_dir()
+    posterior.sample(2)
+    del posterior
+    gc.collect()
+    assert not folder.parent.exists()
+
+
+def test_a_classifier_of_scikit_learn_is_a_head() -> None:
+    arrays = make_arrays()
+    base = LogisticRegression().fit(arrays["features_train"], arrays["labels_train"])
+    run = bnncli.from_features(**splits_of(arrays), head=base)
+    found = run.predict(arrays["features_test"], posterior="map").probs
+    assert np.allclose(found, base.predict_proba(arrays["features_test"]), atol=1e-6)
+    base.fit(arrays["features_train"], arrays["labels_train"] + 1)
+    with pytest.raises(UsageError, match=r"head: expected classes 0 to K - 1"):
+        bnncli.from_features(**splits_of(arrays), head=base)
+
+
+def make_module() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 3)
+    return nn.Sequential(*layers)
+
+
+def test_a_module_gives_the_features_of_its_forward_pass() -> None:
+    module, x = make_module(), torch.randn(90, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    module[3].eval()
+    with torch.no_grad():
+        y = module.eval()(x).argmax(1)
+        features = module[:5](x).numpy()
+    module.train()
+    module[3].eval()
+    data = TensorDataset(x, y)
+    far, loader = {"far": x[:20]}, DataLoader(data, 33)
+    run = bnncli.from_torch(module, (x.numpy(), y.tolist()), val=data, test=loader, ood=far, batch_size=40)
+    assert [part.training for part in module] == [True, True, True, False, True, True]
+    assert all(one.requires_grad and one.grad is None for one in module.parameters())
+    for name in NAMES:
+        split = run.split(name)
+        assert np.allclose(split.features, features, atol=1e-6)
+        assert np.array_equal(split.labels, y)
+    assert run.split("far").labels is None
+    run.fit_laplace(prior_precision=1, structure="kron")
+    found = run.predict(x, integrator="probit").probs
+    assert np.allclose(found, run.predict(features, integrator="probit").probs, atol=1e-6)
+    assert np.array_equal(run.predictor("laplace", integrator="probit")(loader).probs, found)
+    with pytest.raises(DataError) as caught:
+        run.fit_laplace(layers="all")
+    assert "layers other than the last need a checkpoint" in caught.value.__notes__[0]
+    with torch.no_grad():
+        module[1].weight.add_(1)
+    with pytest.raises(DataError, match="the module's weights have changed since the run was made"):
+        run.predict(x)
+
+
+def test_bytes_are_scaled_and_dicts_go_in_by_name() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return self.last(pixels.flatten(1))
+
+    module, x = ByName(), torch.arange(48, dtype=torch.uint8).reshape(12, 1, 2, 2)
+    rows = [{"pixels": one / 255, "labels": row % 2} for row, one in enumerate(x)]
+    by_name = bnncli.from_torch(module, DataLoader(rows, 5)).split("train")
+    assert np.array_equal(by_name.features, bnncli.from_torch(module, x).split("train").features)
+    assert np.allclose(by_name.features, x.flatten(1).numpy() / 255)
+    assert by_name.labels is not None
+    assert by_name.labels.tolist() == [0, 1] * 6
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x, y: bnncli.from_torch(make_module()), "^train: give at least one split"),
+        (lambda x, y: bnncli.from_torch(make_module(), 3), r"^train: expected \(x, y\), a Dataset or a DataLoader; got int"),
+        (lambda x, y: bnncli.from_torch(make_module(), (x, y), foo=1), "^from_torch: unexpected keyword 'foo'"),
+        (lambda x, y: bnncli.from_torch("net", (x, y)), "^model: expected a torch.nn.Module; got str"),
+        (lambda x, y: bnncli.from_torch(make_module(), (x, y[:3])), r"labels_train: .*got shape \(3,\) for 20 rows"),
+        (lambda x, y: bnncli.from_torch(make_module(), (x, y + 3)), "labels_train row 0 is 3, expected 0 to 2"),
+        (lambda x, y: bnncli.from_torch(make_module(), (x[:, :, 1:], y)), "^the network failed on inputs of shape"),
+        (lambda x, y: bnncli.from_torch(nn.Sequential(make_module(), nn.Tanh()), (x, y)), "linear"),
+        (lambda x, y: bnncli.from_features((x[:, 0, 0] * np.nan, y)), "features_train has 80 values that are not finite"),
+        (lambda x, y: bnncli.from_features((x[:, 0, 0], y), head=3), r"^head: expected \(weight, bias\)"),
+        (lambda x, y: bnncli.from_features((["a"], y)), "^train: features: expected an array of numbers"),
+        (lambda x, y: bnncli.from_features((x[:, 0, 0], y), ood={"train": x}), "^ood: 'train' is the name of another split"),
+    ],
+)  # fmt: skip
+def test_wrong_data_are_one_clear_error(make: Callable[[Any, Any], object], message: str) -> None:
+    x, y = np.random.default_rng(0).normal(size=(20, 1, 4, 4)).astype(np.float32), np.arange(20) % 3 * 0
+    with pytest.raises((DataError, UsageError), match=message):
+        make(x, y)
