@@ -22,9 +22,27 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from bnncli.api.classifier import BayesianClassifier as BayesianClassifier
+    from bnncli.api.create import GivenPredictions
     from bnncli.api.run import OpenedRun
+else:
 
-__all__ = ["errors", "from_features", "from_torch"]  # not `open`, so that a star import does not hide Python's own
+    def __getattr__(name: str) -> object:
+        """Import the classifier, and with it scikit-learn, when it is first used."""
+        if name != "BayesianClassifier":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from bnncli.api.classifier import BayesianClassifier
+
+        return BayesianClassifier
+
+
+__all__ = [
+    "BayesianClassifier",
+    "errors",
+    "from_features",
+    "from_predictions",
+    "from_torch",
+]  # not `open`, so that a star import does not hide Python's own
 __version__ = "0.1.0"
 
 
@@ -125,3 +143,24 @@ def from_torch(
     splits = {"train": train, "val": val, "test": test}
     own: dict[str, Any] = {"last_layer": last_layer, "batch_size": batch_size}
     return from_torch(model, splits, ood or {}, **own, folder=folder, device=device, seed=seed, **options)
+
+
+def from_predictions(
+    probs: Any = None, labels: Any = None, *, logits: Any = None, ood: Mapping[str, Any] | None = None
+) -> GivenPredictions:
+    """Take predictions of any model, to score them as `bnncli score` does: `from_predictions(probs, y).evaluate()`.
+
+    Args:
+        probs: class probabilities (N, C).
+        labels: classes (N,) from 0, or zeros and ones (N, C).
+        logits: logits (N, C) in place of probabilities.
+        ood: predictions for out-of-distribution data by name.
+
+    Raises:
+        bnncli.errors.BnnError: UsageError unless either probabilities or logits are given.
+    """
+    from bnncli.api.create import from_predictions
+
+    if (probs is None) == (logits is None):
+        raise errors.UsageError("give either probs or logits")
+    return from_predictions(logits if probs is None else probs, labels, ood or {}, are_logits=probs is None)

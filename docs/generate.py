@@ -18,6 +18,7 @@ from typing import Any
 import bnncli
 from bnncli import api, errors, registry
 from bnncli.api.commands import CommandMethod
+from bnncli.api.create import GivenPredictions
 from bnncli.api.predictions import LoadedPredictor
 from bnncli.cli.commands import all_commands
 from bnncli.cli.options import default_of, option_fields
@@ -243,7 +244,7 @@ def signature(function: Any) -> str:
 def python_page() -> str:
     """What `import bnncli` gives, from docstrings."""
     lines = ["# Python API\n", "See [Python](../how-to/python.md) for an example.\n"]
-    for function in (bnncli.open, bnncli.from_torch, bnncli.from_features):
+    for function in (bnncli.open, bnncli.from_torch, bnncli.from_features, bnncli.from_predictions):
         lines += [f"## `bnncli.{function.__name__}{signature(function)}`\n", *docstring(function), ""]
     for kind in (
         api.OpenedRun,
@@ -252,6 +253,8 @@ def python_page() -> str:
         api.ClassProbabilities,
         LoadedPredictor,
         api.SplitArrays,
+        GivenPredictions,
+        bnncli.BayesianClassifier,
     ):
         lines += [f"## `{kind.__name__}`\n", *docstring(kind), ""]
         for name, member in vars(kind).items():

@@ -183,8 +183,8 @@ def run_command(
         place = Path(opened.arguments["ckpt"])
         line = CommandLine.of(command, str(place), *(options[group] for group in groups if group is not CommonOptions))
         listener = _CommandListener(command, progress=progress)
-        argument = [place] if module.COMMAND.arguments[0].is_many else place
-        run, own = begin_run(line, {"ckpt": argument}, listener, options)
+        first = module.COMMAND.arguments[0]
+        run, own = begin_run(line, {first.name: [place] if first.is_many else place}, listener, options)
         with listener.shown(), torch.inference_mode(False), torch.enable_grad():
             result = module.execute(run, own)
         if result.failure is not None:

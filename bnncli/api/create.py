@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from bnncli.api.commands import run_command
+from bnncli.api.commands import CommandResult, run_command
 from bnncli.api.run import BATCH_SIZE, OpenedRun
 from bnncli.api.session import (
     Items,
@@ -93,6 +93,42 @@ def from_torch(
         return run
 
 
+class GivenPredictions:
+    """Predictions of any origin, to score.
+
+    Attributes:
+        session: of their file, which is deleted with it.
+    """
+
+    def __init__(self, session: Session, outside: Mapping[str, Path]) -> None:
+        self.session, self._outside = session, outside
+
+    def evaluate(self, *, progress: bool = False, **options: Any) -> CommandResult:
+        """Return the scores of `bnncli score`, with its options as keywords, such as per_class=True.
+
+        Raises:
+            bnncli.errors.BnnError: as score, such as DataError for rows that do not sum to one.
+        """
+        ood = [f"{name}={path}" for name, path in self._outside.items()]
+        return run_command(self.session, "score", {"ood": ood, **options}, method="evaluate", progress=progress)
+
+
+def from_predictions(predictions: Any, labels: Any, ood: Mapping[str, Any], *, are_logits: bool) -> GivenPredictions:
+    """Take predictions; see `bnncli.from_predictions`."""
+    with convert_errors_to_python():
+        what, place = "logits" if are_logits else "probs", _temporary_folder()
+        session = Session(str(place / "predictions.npz"), None, device="cpu", seed=0)
+        weakref.finalize(session, _remove, place, os.getpid())
+        arrays = {what: _numpy(predictions, "predictions")}
+        if labels is not None:
+            arrays["labels"] = _numpy(labels, "labels")
+        np.savez(place / "predictions.npz", **arrays)  # type: ignore[arg-type]
+        outside = {check_split_name(name, "ood"): place / f"{name}.npz" for name in ood}
+        for name, path in outside.items():
+            np.savez(path, **{what: _numpy(ood[name], f"ood: {name}")})  # type: ignore[arg-type]
+        return GivenPredictions(session, outside)
+
+
 def _named_splits(splits: Mapping[str, Any], ood: Mapping[str, Any]) -> dict[str, Any]:
     """Return all splits that were given, train first.
 
@@ -119,7 +155,7 @@ def _make_run(
     **options: Any,
 ) -> OpenedRun:
     """Write the arrays into a folder, or a temporary one that is deleted with the run's session, and extract them."""
-    place = Path(tempfile.mkdtemp(prefix="bnncli-") if folder is None else fspath(folder)).absolute()
+    place = _temporary_folder() if folder is None else Path(fspath(folder)).absolute()
     place.mkdir(parents=True, exist_ok=True)
     device, seed = check_text("device", device), check_number("seed", seed, least=0)
     session = Session(str(place / _NAME), None, device=device, seed=seed)
@@ -129,6 +165,10 @@ def _make_run(
     given = {"from_npz": place / "features.npz", "ood": ood, **options}
     run_command(session, "extract-features", given, method=method)
     return OpenedRun(session, None)
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="bnncli-")).absolute()
 
 
 def _remove(folder: Path, pid: int) -> None:
@@ -278,16 +318,21 @@ class ModuleNetwork:
         if isinstance(inputs, Items):
             raise DataError(f"x: expected arrays for the module; got {describe_inputs(inputs)}", code="wrong_inputs")
         check_finite(inputs)
-        states = _states_of(self.module)
-        if states != self.states:
-            if _digest_of(self.module) != self.digest:
-                hint = "make another run: bnncli.from_torch(model, ...)"
-                raise DataError(
-                    "the module's weights have changed since the run was made", code="stale_input", hint=hint
-                )
-            self.states = states
+        self.check_weights()
         with _computing(self.module):
             return self.run(_batches(inputs, BATCH_SIZE, "x"), "x", is_labeled=False)[0]
+
+    def check_weights(self) -> None:
+        """Check that the module's weights are those of the run.
+
+        Raises:
+            DataError: they have changed.
+        """
+        states = _states_of(self.module)
+        if states != self.states and _digest_of(self.module) != self.digest:
+            hint = "make another run: bnncli.from_torch(model, ...)"
+            raise DataError("the module's weights have changed since the run was made", code="stale_input", hint=hint)
+        self.states = states
 
 
 def _split(batch: Batch, name: str) -> InputSplit:

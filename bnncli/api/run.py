@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ from bnncli.system.devices import keep_random_state
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from PIL.Image import Image
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from bnncli.api.create import ModuleNetwork
     from bnncli.api.predictions import LoadedPredictor
@@ -211,7 +212,7 @@ class OpenedRun:
             return metrics_of(run, posterior=posterior, split=split)
 
     def features(
-        self, inputs: ArrayLike | Tensor | Sequence[Image], *, allow_stale: bool = False
+        self, inputs: str | ArrayLike | Tensor | Image | Sequence[Image], *, allow_stale: bool = False
     ) -> NDArray[np.floating[Any]]:
         """Return features (N, D) of inputs (N, ...), with the network and preprocessing of the run.
 
@@ -232,7 +233,7 @@ class OpenedRun:
 
     def predict(
         self,
-        x: str | ArrayLike | Tensor | Sequence[Image],
+        x: str | ArrayLike | Tensor | Image | Sequence[Image],
         *,
         posterior: str | None = None,
         integrator: str | None = None,
@@ -245,7 +246,7 @@ class OpenedRun:
         Args:
             x: features (N, D), or inputs. Real numbers in rows of D are features; an array of any other shape or type is inputs
                 (N, ...), such as images, and so is a list of texts, PIL images, or audio clips {"array": (T,), "sampling_rate":
-                Hz} if the model has its own preprocessing. If inputs are themselves rows of D real numbers, call
+                Hz} if the model has its own preprocessing; a single text, image or clip is one example. If inputs are themselves rows of D real numbers, call
                 run.predict(run.features(x)). A posterior over other layers takes inputs or the name of a split.
             posterior: name or file; by default what `auto` recommends, else laplace.
             integrator: by default plug-in for the network, mc for other posteriors.
@@ -320,6 +321,52 @@ class OpenedRun:
     compare = CommandMethod("compare")
     diagnose = CommandMethod("diagnose")
     report = CommandMethod("report")
+
+    def module(
+        self,
+        posterior: str | None = None,
+        integrator: str | None = None,
+        *,
+        inputs: bool = False,
+        samples: int | None = None,
+        allow_stale: bool = False,
+        **settings: str | float | bool | None,
+    ) -> nn.Module:
+        """Return a torch module that predicts: features (N, D) to a dict of `probs`, `entropy` and, with draws, `mutual_information`.
+
+        It is on the CPU, holds copies, reads no files, can be pickled, and works in torch.compile and torch.export. Its outputs
+        equal those of `predict` to float32 rounding.
+
+        Args:
+            inputs: whether it takes inputs of the module that `from_torch` was given, which it then has a copy of.
+            posterior, integrator, samples, allow_stale, settings: as for `predict`.
+
+        Raises:
+            UsageError, MissingInput, DataError: as `predict`, or the integrator has no such form.
+        """
+        from bnncli.export.network import FeatureNetwork, WholeNetwork
+        from bnncli.export.parts import head_parts
+
+        with self.session.computing(allow_stale=allow_stale) as run:
+            if inputs and self.module_network is None:
+                raise UsageError("inputs: expected a run of from_torch", hint="bnncli export writes whole networks")
+            posterior, integrator = _choose_posterior(run, posterior, integrator)
+            options = check_request(integrator, samples, settings)
+            predictor = self._predictor(run, posterior)
+            if is_of_network(predictor.header):
+                raise UsageError(f"{posterior} covers other layers than the last; use predict")
+            choice = choose_predictor(options, predictor.header, predictor.posterior.layout.num_classes)
+            parts = head_parts(copy.deepcopy(predictor.posterior).to("cpu"), choice.integrator, predictor.ready(choice))
+            head: nn.Module = parts.module()
+            if not inputs or self.module_network is None:
+                return head
+            self.module_network.check_weights()
+            model = copy.deepcopy(self.module_network.module).eval().requires_grad_(False).cpu()
+            return WholeNetwork(FeatureNetwork(model, self.module_network.head, None), head).eval()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without cached weights, to pickle the run; its files stay where they are."""
+        return {**vars(self), "_predictors": {}, "_network": None}
 
     def _reader(self, run: Run, num_features: int) -> Callable[[Any], Tensor]:
         """Return a function from features or inputs to features; it opens the network once, on the first inputs."""

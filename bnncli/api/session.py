@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
@@ -22,6 +23,7 @@ from bnncli.data.sound import convert_clip, is_clip
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError, machine_error
 from bnncli.lazy import torch
 from bnncli.models.sharded import shards_of
+from bnncli.names import count_noun
 from bnncli.options.command import (
     CommandLine,
     CommonOptions,
@@ -199,10 +201,10 @@ class Items:
 
 
 def convert_to_items(x: Any) -> Items | None:
-    """Return the caller's texts, images or audio; None for anything else.
+    """Return the caller's texts, images or audio, or a single one; None for anything else.
 
     Raises:
-        DataError: a single item instead of a list, or an array that is not a waveform.
+        DataError: a clip's array is not a waveform.
     """
     from PIL import Image  # slow to import
 
@@ -210,10 +212,13 @@ def convert_to_items(x: Any) -> Items | None:
         return lambda one: isinstance(one, kind)
 
     for is_one, what in ((is_of(str), "texts"), (is_of(Image.Image), "images"), (is_clip, "audio")):
-        if is_one(x):
-            message = f"{_WHERE}: expected a list of {what}; got a single item"
-            raise DataError(message, hint="give [x]", code="bad_shape")
-        given = x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "UO" else x
+        given = (
+            [x]
+            if is_one(x)
+            else x.tolist()
+            if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "UO"
+            else x
+        )
         if isinstance(given, list | tuple) and given and all(map(is_one, given)):
             clips = (
                 [convert_clip(one, f"{_WHERE}: row {row}") for row, one in enumerate(given)]
@@ -257,7 +262,7 @@ def check_finite(tensor: Tensor) -> None:
 def describe_inputs(inputs: Tensor | Items) -> str:
     """Return shape and type of an array, or the number of texts, images or clips, for messages."""
     if isinstance(inputs, Items):
-        return f"{len(inputs)} {'clips' if inputs.items == 'audio' else inputs.items}"
+        return count_noun(len(inputs), "clip" if inputs.items == "audio" else inputs.items.removesuffix("s"))
     return f"{str(inputs.dtype).removeprefix('torch.')} of shape {tuple(inputs.shape)}"
 
 
@@ -289,14 +294,19 @@ def _not_numeric_error(what: str) -> DataError:
 class Session:
     """Shared state of the calls on one opened run."""
 
-    def __init__(self, ckpt: str, run_dir: str | None, *, device: str, seed: int) -> None:
+    def __init__(self, ckpt: str, run_dir: str | None, *, device: str, seed: int, home: str | None = None) -> None:
         self._ckpt, self._run_dir = ckpt, run_dir
-        self._home = os.getcwd()  # base of relative paths
-        self._here: str | None = self._home
+        self._home = home or os.getcwd()  # base of relative paths
+        self._here: str | None = _find_current_folder()
         self._compute = ComputeOptions(seed=seed, device=device)
         self._state: State | None = None
         self._lock = RLock()
         self._run = self._begun()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to open the session again, to pickle what uses it."""
+        given: dict[str, Any] = {"device": self._compute.device, "seed": self._compute.seed, "home": self._home}
+        return partial(Session, self._ckpt, self._run_dir, **given), ()
 
     @property
     def folder(self) -> RunFolder:

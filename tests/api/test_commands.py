@@ -76,3 +76,16 @@ def test_a_signature_names_the_options() -> None:
 def test_a_time_limit_ends_a_command(small_run: Path) -> None:
     with signals.time_limit(0.0), pytest.raises(BudgetSpent):
         bnncli.open(small_run).refine(name="other", epochs=5)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::bnncli.errors.BnnWarning")
+def test_predictions_are_those_that_auto_recommends(small_run: Path) -> None:
+    run = bnncli.open(small_run)
+    features = run.split("test").features
+    assert run.predict(features).posterior == "laplace"
+    rows = run.auto(criterion="nll").to_dict()["rows"]
+    best = next(row for row in rows if row["is_recommended"])
+    found = run.predict(features)
+    assert (found.posterior, found.integrator) == (best["posterior"], best["integrator"])
+    assert found.posterior != "laplace"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import pickle
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bnncli
+from bnncli.api.run import OpenedRun
 from bnncli.artifacts.files import read_header
 from bnncli.errors import DataError, UsageError
 
@@ -147,3 +151,85 @@ def test_wrong_data_are_one_clear_error(make: Callable[[Any, Any], object], mess
     x, y = np.random.default_rng(0).normal(size=(20, 1, 4, 4)).astype(np.float32), np.arange(20) % 3 * 0
     with pytest.raises((DataError, UsageError), match=message):
         make(x, y)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> OpenedRun:
+    arrays = make_arrays()
+    head = arrays["head_weight"], arrays["head_bias"]
+    run = bnncli.from_features(**splits_of(arrays), head=head)
+    run.fit_laplace(prior_precision=3)
+    return run
+
+
+@pytest.mark.parametrize("integrator", ["plug-in", "probit", "mc", "mean-field", "bridge"])
+def test_a_module_predicts_as_the_run(fitted: OpenedRun, integrator: str) -> None:
+    x = np.array(fitted.split("test").features)
+    module, expected = (
+        fitted.module("laplace", integrator),
+        fitted.predict(x, posterior="laplace", integrator=integrator),
+    )
+    found = pickle.loads(pickle.dumps(module))(torch.from_numpy(x))
+    assert np.allclose(found["probs"], expected.probs, atol=1e-5)
+    assert np.allclose(found["entropy"], expected.entropy, atol=1e-5)
+    assert (expected.mutual_info is None) == ("mutual_information" not in found)
+
+
+@pytest.mark.long
+def test_a_module_is_compiled_and_exported(fitted: OpenedRun) -> None:
+    x, module = torch.tensor(fitted.split("test").features), fitted.module("laplace", "probit")
+    expected = module(x)["probs"]
+    assert torch.allclose(torch.compile(module, backend="aot_eager", fullgraph=True)(x)["probs"], expected)
+    program = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    assert torch.allclose(program.module()(x[:7])["probs"], expected[:7])
+
+
+def test_a_module_of_inputs_is_a_copy_of_the_whole_network() -> None:
+    network, x = make_module(), torch.randn(40, 1, 4, 4)
+    run = bnncli.from_torch(network, (x, torch.arange(40) % 3))
+    run.fit_laplace(prior_precision=1)
+    module, expected = run.module("laplace", "probit", inputs=True), run.predict(x, integrator="probit").probs
+    assert np.allclose(module(x)["probs"], expected, atol=1e-6)
+    assert network.training
+    with torch.no_grad():
+        network[1].weight.add_(1)
+    assert np.allclose(module(x)["probs"], expected, atol=1e-6)
+
+
+def test_a_pickled_run_is_the_same_run(fitted: OpenedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.array(fitted.split("test").features)
+    expected = fitted.predict(x).probs
+    monkeypatch.chdir(fitted.folder.parent)
+    relative = pickle.dumps(bnncli.open("run", seed=0))
+    monkeypatch.chdir(tmp_path)
+    for stored in (pickle.dumps(fitted), relative):
+        again = pickle.loads(stored)
+        assert np.array_equal(again.predict(x).probs, expected)
+        del again
+        gc.collect()
+    assert fitted.folder.is_dir()
+
+
+@pytest.mark.long
+def test_a_run_predicts_in_worker_processes(fitted: OpenedRun) -> None:
+    x = np.array(fitted.split("test").features)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        parts = list(pool.map(fitted.predict, (x[:60], x[60:])))
+    assert np.allclose(np.concatenate([one.probs for one in parts]), fitted.predict(x).probs, atol=1e-6)
+
+
+def test_predictions_are_scored_as_by_the_command(tmp_path: Path, cli: Cli) -> None:
+    generator = np.random.default_rng(0)
+    probs, far = (generator.dirichlet(np.ones(3), size=size) for size in (50, 20))
+    labels = generator.integers(3, size=50)
+    np.savez(tmp_path / "own.npz", probs=probs, labels=labels)
+    np.savez(tmp_path / "far.npz", probs=far)
+    words = ("score", tmp_path / "own.npz", "--ood", f"far={tmp_path / 'far.npz'}", "--per-class", "--json")
+    expected = cli(*words).expect(0).json["rows"]
+    found = bnncli.from_predictions(probs, labels, ood={"far": far}).evaluate(per_class=True)
+    assert [row["metrics"] for row in found.to_dict()["rows"]] == [row["metrics"] for row in expected]
+    logits = bnncli.from_predictions(logits=np.log(probs), labels=labels).evaluate(metric="nll")
+    nlls = [one["value"] for one in expected[0]["metrics"] if one["name"] == "nll"]
+    assert logits.to_pandas()["NLL"].tolist() == pytest.approx(nlls, abs=1e-4)
+    with pytest.raises(UsageError, match="give either probs or logits"):
+        bnncli.from_predictions(labels=labels)

@@ -294,8 +294,7 @@ def test_texts_are_predicted_as_by_the_command(tmp_path: Path, cli: Cli, monkeyp
     assert found.classes == ("worse", "same", "better")
     with pytest.raises(DataError, match=r"^x: expected features, or texts for the network 'hf:model'; got 3 images$"):
         run.predict(pictures())
-    with pytest.raises(DataError, match="expected a list of texts; got a single item"):
-        run.predict(TEXTS[0])
+    np.testing.assert_allclose(run.predict(TEXTS[0], integrator="probit").probs, found.probs[:1], atol=1e-6)
     unnamed = bnncli.open("reviews")  # nothing of the folder is code
     np.testing.assert_array_equal(unnamed.predict(TEXTS, integrator="probit").probs, found.probs)
     with pytest.raises(UsageError, match="were made by 'hf:model'; got 'mlp'"):
@@ -319,6 +318,7 @@ def test_pictures_are_predicted_as_the_command_predicts_them(tmp_path: Path, cli
     run = bnncli.open(folder, model=f"hf:{folder}")
     stored = run.split("train").features
     np.testing.assert_allclose(run.features(pictures()), stored, atol=1e-6)
+    np.testing.assert_allclose(run.features(pictures()[0]), stored[:1], atol=1e-6)
     arrays = np.stack([np.asarray(picture) for picture in [pictures()[0]] * 2])
     np.testing.assert_allclose(run.features(arrays), stored[[0, 0]], atol=1e-6)
     with pytest.raises(DataError, match=r"or images for the network .*; got 2 texts$"):

@@ -419,7 +419,7 @@ CHANGES: list[tuple[Callable[[np.ndarray], Any], str]] = [
     (lambda x: x.astype(complex), "^x: expected a numeric array or tensor; got ndarray of type complex128$"),
     (lambda x: torch.zeros(4, 5, dtype=torch.bool), "^x: .*; got a tensor of type bool$"),
     (lambda x: torch.zeros(4, 5).to_sparse(), "^x: .*; got a sparse, nested, quantized or meta tensor$"),
-    (lambda x: "test", r"^x: expected a list of texts; got a single item\ngive \[x\]$"),
+    (lambda x: "a text", r"^x: expected floating-point features \(N, 5\); got 1 text; the run .* has no network"),
     (lambda x: [[1.0, 2.0], [3.0]], "^x: expected a numeric array or tensor; got list$"),
     (
         lambda x: np.ma.masked_array(x, mask=x == 0),

@@ -29,6 +29,9 @@ assert_type(made, OpenedRun)
 assert_type(
     bnncli.from_features((np.zeros((2, 3)), [0, 1]), head=torch.nn.Linear(3, 2), hold_out="val=train:1"), OpenedRun
 )
+assert_type(bnncli.from_predictions(np.zeros((2, 3)), [0, 1]).evaluate(), CommandResult)
+assert_type(run.module("laplace", "probit"), torch.nn.Module)
+assert_type(bnncli.BayesianClassifier(method="hmc").fit([[1.0], [2.0]], [0, 1]), bnncli.BayesianClassifier)
 fitted = run.fit_laplace(structure="kron", prior_precision=10, progress=True)
 assert_type(fitted, CommandResult)
 assert_type(run.auto(budget="5m").to_dict(), dict[str, Any])
