@@ -28,11 +28,13 @@ from bnncli.api.session import (
     refuse_exits,
 )
 from bnncli.data.arrays import ArrayDataset, NamedArrays
+from bnncli.data.labels import common_task
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
 from bnncli.models.features import extract
+from bnncli.models.head import check_link
 from bnncli.models.head_search import find_head
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.declaration import check_split_name
@@ -47,48 +49,93 @@ Batch: TypeAlias = "tuple[Any, Any]"  # inputs and labels, or None
 _NAME = "run"  # of a run without a checkpoint, in its folder
 
 
-def from_features(splits: Mapping[str, Any], ood: Mapping[str, Any], head: Any, **options: Any) -> OpenedRun:
-    """Make a run of features; see `bnncli.from_features`."""
+def from_features(
+    train: Any = None,
+    *,
+    val: Any = None,
+    test: Any = None,
+    ood: Mapping[str, Any] | None = None,
+    head: Any = None,
+    folder: str | PathLike[str] | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    **options: Any,
+) -> OpenedRun:
+    """Make a run of features in memory, as `extract-features --from-npz` does of a file.
+
+    Args:
+        train, val, test: features (N, D) and labels as a tuple (x, y), or x alone. Arrays or tensors; labels are classes (N,)
+            from 0, or zeros and ones (N, L).
+        ood: out-of-distribution splits by name.
+        head: the last layer: (weight (K, D), bias (K,) or None), a torch.nn.Linear, or a fitted linear classifier of
+            scikit-learn.
+        folder: folder of the run, which `open(folder / "run")` opens later; a temporary one by default, deleted with the run.
+        device, seed: as for `open`.
+        options: further options of `extract-features`, such as hold_out="val=test:2000", task or force.
+
+    Raises:
+        bnncli.errors.BnnError: as extract-features, such as DataError for features that are not finite.
+    """
     with convert_errors_to_python():
+        splits = _named_splits({"train": train, "val": val, "test": test}, ood or {})
         arrays = dict(zip(("head_weight", "head_bias"), _head_arrays(head), strict=True))
-        for name, given in _named_splits(splits, ood).items():
+        for name, given in splits.items():
             x, y = _pair(given)
             features = _numpy(x, f"{name}: features")
             arrays[f"features_{name}"] = features if features.dtype.kind == "f" else features.astype(np.float32)
             arrays[f"labels_{name}"] = None if y is None else _numpy(y, f"{name}: labels")
-        return _make_run(
-            {name: one for name, one in arrays.items() if one is not None}, [*ood], method="from_features", **options
-        )
+        place: dict[str, Any] = {"folder": folder, "device": device, "seed": seed, "method": "from_features"}
+        return _make_run(arrays, ood or {}, options, **place)
 
 
 def from_torch(
-    module: nn.Module,
-    splits: Mapping[str, Any],
-    ood: Mapping[str, Any],
+    model: nn.Module,
+    train: Any = None,
     *,
-    last_layer: str | None,
-    batch_size: int,
+    val: Any = None,
+    test: Any = None,
+    ood: Mapping[str, Any] | None = None,
+    folder: str | PathLike[str] | None = None,
+    last_layer: str | None = None,
+    batch_size: int = BATCH_SIZE,
+    device: str = "auto",
+    seed: int = 0,
     **options: Any,
 ) -> OpenedRun:
-    """Make a run of a module and data; see `bnncli.from_torch`."""
+    """Make a run of a torch module: run it over data, as `extract-features` does, and keep its features and last layer.
+
+    The module computes where its weights are, in evaluation mode, and is left as it was. Posteriors are over its last linear
+    layer; other layers need a checkpoint and `extract-features --model`.
+
+    Args:
+        model: the trained network, which returns logits.
+        train, val, test: arrays or tensors (x, y), a Dataset or a DataLoader of such pairs, or of dicts with `labels`. Inputs are
+            what the module takes, but uint8 is scaled to [0, 1].
+        ood: out-of-distribution splits by name, labels ignored.
+        last_layer: name of the last linear layer; found by default.
+        batch_size: examples in a forward pass; of a DataLoader, its own.
+        folder, device, seed, options: as for `from_features`; the device is for fits.
+
+    Raises:
+        bnncli.errors.BnnError: as extract-features, such as DataError if the last layer does not give the module's output.
+    """
     with convert_errors_to_python():
-        if not isinstance(module, torch.nn.Module):
-            raise UsageError(f"model: expected a torch.nn.Module; got {type(module).__name__}")
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
         batch_size = check_number("batch_size", batch_size, least=1)
-        named = _named_splits(splits, ood)
-        with _computing(module):
-            network = ModuleNetwork.of(
-                module, _batches(next(iter(named.values())), batch_size, next(iter(named))), last_layer
-            )
-            arrays: dict[str, np.ndarray] = {"head_weight": network.head.weight.numpy()}
-            if network.head.bias is not None:
-                arrays["head_bias"] = network.head.bias.numpy()
-            for name, given in named.items():
-                features, labels = network.run(_batches(given, batch_size, name), name, is_labeled=name not in ood)
-                arrays[f"features_{name}"] = features.numpy()
-                if labels is not None:
-                    arrays[f"labels_{name}"] = labels
-        run = _make_run(arrays, [*ood], method="from_torch", **options)
+        splits, outside = _named_splits({"train": train, "val": val, "test": test}, ood or {}), ood or {}
+        with _computing(model):
+            name, given = next(iter(splits.items()))
+            network = ModuleNetwork.of(model, _batches(given, batch_size, name), last_layer)
+            bias = network.head.bias
+            arrays = {"head_weight": network.head.weight.numpy(), "head_bias": None if bias is None else bias.numpy()}
+            known: dict[str, np.ndarray | None] = {}
+            for name, given in splits.items():
+                features, labels = network.run(_batches(given, batch_size, name), name, is_labeled=name not in outside)
+                arrays |= {f"features_{name}": features.numpy(), f"labels_{name}": labels}
+                known[name] = labels
+            check_link(network.head, common_task(known, options.get("task")))
+        run = _make_run(arrays, outside, options, folder=folder, device=device, seed=seed, method="from_torch")
         run.module_network = network
         return run
 
@@ -113,19 +160,30 @@ class GivenPredictions:
         return run_command(self.session, "score", {"ood": ood, **options}, method="evaluate", progress=progress)
 
 
-def from_predictions(predictions: Any, labels: Any, ood: Mapping[str, Any], *, are_logits: bool) -> GivenPredictions:
-    """Take predictions; see `bnncli.from_predictions`."""
+def from_predictions(
+    probs: Any = None, labels: Any = None, *, logits: Any = None, ood: Mapping[str, Any] | None = None
+) -> GivenPredictions:
+    """Take predictions of any model, to score them as `bnncli score` does: `from_predictions(probs, y).evaluate()`.
+
+    Args:
+        probs: class probabilities (N, C).
+        labels: classes (N,) from 0, or zeros and ones (N, C).
+        logits: logits (N, C) in place of probabilities.
+        ood: predictions for out-of-distribution data by name.
+
+    Raises:
+        bnncli.errors.BnnError: UsageError unless either probabilities or logits are given.
+    """
     with convert_errors_to_python():
-        what, place = "logits" if are_logits else "probs", _temporary_folder()
-        session = Session(str(place / "predictions.npz"), None, device="cpu", seed=0)
-        weakref.finalize(session, _remove, place, os.getpid())
-        arrays = {what: _numpy(predictions, "predictions")}
-        if labels is not None:
-            arrays["labels"] = _numpy(labels, "labels")
-        np.savez(place / "predictions.npz", **arrays)  # type: ignore[arg-type]
-        outside = {check_split_name(name, "ood"): place / f"{name}.npz" for name in ood}
+        if (probs is None) == (logits is None):
+            raise UsageError("give either probs or logits")
+        what, given = ("probs", probs) if logits is None else ("logits", logits)
+        session = _open_session(None, "predictions.npz", device="cpu", seed=0)
+        place = Path(session.path)
+        _save(place, {what: _numpy(given, what), "labels": None if labels is None else _numpy(labels, "labels")})
+        outside = {check_split_name(name, "ood"): place.with_name(f"ood-{name}.npz") for name in ood or {}}
         for name, path in outside.items():
-            np.savez(path, **{what: _numpy(ood[name], f"ood: {name}")})  # type: ignore[arg-type]
+            _save(path, {what: _numpy((ood or {})[name], f"ood: {name}")})
         return GivenPredictions(session, outside)
 
 
@@ -145,30 +203,38 @@ def _named_splits(splits: Mapping[str, Any], ood: Mapping[str, Any]) -> dict[str
 
 
 def _make_run(
-    arrays: Mapping[str, np.ndarray],
-    ood: list[str],
+    arrays: Mapping[str, np.ndarray | None],
+    ood: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
     folder: str | PathLike[str] | None,
     device: str,
     seed: int,
     method: str,
-    **options: Any,
 ) -> OpenedRun:
-    """Write the arrays into a folder, or a temporary one that is deleted with the run's session, and extract them."""
-    place = _temporary_folder() if folder is None else Path(fspath(folder)).absolute()
-    place.mkdir(parents=True, exist_ok=True)
-    device, seed = check_text("device", device), check_number("seed", seed, least=0)
-    session = Session(str(place / _NAME), None, device=device, seed=seed)
-    if folder is None:
-        weakref.finalize(session, _remove, place, os.getpid())
-    np.savez(place / "features.npz", **arrays)  # type: ignore[arg-type]
-    given = {"from_npz": place / "features.npz", "ood": ood, **options}
-    run_command(session, "extract-features", given, method=method)
+    """Write the arrays into a folder, and extract them."""
+    session = _open_session(
+        folder, _NAME, device=check_text("device", device), seed=check_number("seed", seed, least=0)
+    )
+    path = Path(session.path).with_name("features.npz")
+    _save(path, arrays)
+    run_command(session, "extract-features", {"from_npz": path, "ood": [*ood], **options}, method=method)
     return OpenedRun(session, None)
 
 
-def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="bnncli-")).absolute()
+def _open_session(folder: str | PathLike[str] | None, name: str, *, device: str, seed: int) -> Session:
+    """Return the session of a name in a folder, or in a temporary one that is deleted with the session."""
+    place = Path(tempfile.mkdtemp(prefix="bnncli-") if folder is None else fspath(folder)).absolute()
+    place.mkdir(parents=True, exist_ok=True)
+    session = Session(str(place / name), None, device=device, seed=seed)
+    if folder is None:
+        weakref.finalize(session, _remove, place, os.getpid())
+    return session
+
+
+def _save(path: Path, arrays: Mapping[str, np.ndarray | None]) -> None:
+    """Write arrays to an npz file, without those that are None."""
+    np.savez(path, **{name: one for name, one in arrays.items() if one is not None})  # type: ignore[arg-type]
 
 
 def _remove(folder: Path, pid: int) -> None:

@@ -292,10 +292,14 @@ def _not_numeric_error(what: str) -> DataError:
 
 
 class Session:
-    """Shared state of the calls on one opened run."""
+    """Shared state of the calls on one opened run.
+
+    Attributes:
+        path: the checkpoint, or the run's name, as given.
+    """
 
     def __init__(self, ckpt: str, run_dir: str | None, *, device: str, seed: int, home: str | None = None) -> None:
-        self._ckpt, self._run_dir = ckpt, run_dir
+        self.path, self._run_dir = ckpt, run_dir
         self._home = home or os.getcwd()  # base of relative paths
         self._here: str | None = _find_current_folder()
         self._compute = ComputeOptions(seed=seed, device=device)
@@ -306,7 +310,7 @@ class Session:
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to open the session again, to pickle what uses it."""
         given: dict[str, Any] = {"device": self._compute.device, "seed": self._compute.seed, "home": self._home}
-        return partial(Session, self._ckpt, self._run_dir, **given), ()
+        return partial(Session, self.path, self._run_dir, **given), ()
 
     @property
     def folder(self) -> RunFolder:
@@ -365,7 +369,7 @@ class Session:
         return Run(
             command="",
             line=CommandLine("", (), ()),
-            arguments={"ckpt": self.placed(self._ckpt)},
+            arguments={"ckpt": self.placed(self.path)},
             console=Listener(),
             run_options=RunOptions(run_dir=None if self._run_dir is None else self.placed(self._run_dir)),
             write=WriteOptions(),

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bnncli
 from bnncli.api.run import OpenedRun
 from bnncli.artifacts.files import read_header
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import BnnError, DataError, UsageError
 
 NAMES = ("train", "val", "test")
 
@@ -112,6 +112,15 @@ def test_a_module_gives_the_features_of_its_forward_pass() -> None:
         run.predict(x)
 
 
+def test_a_module_may_return_probabilities_or_have_several_labels() -> None:
+    module, x = make_module(), torch.randn(40, 1, 4, 4)
+    y = (torch.arange(120).reshape(40, 3) % 2 == 0).int()
+    several = bnncli.from_torch(nn.Sequential(module, nn.Sigmoid()), (x, y))
+    assert np.allclose(several.predict(x, posterior="map").probs, module.eval()(x).sigmoid().detach(), atol=1e-6)
+    softmax = bnncli.from_torch(nn.Sequential(module, nn.Softmax(1)), (x, y[:, 0]))
+    assert np.allclose(softmax.predict(x, posterior="map").probs, module(x).softmax(1).detach(), atol=1e-6)
+
+
 def test_bytes_are_scaled_and_dicts_go_in_by_name() -> None:
     class ByName(nn.Module):
         def __init__(self) -> None:
@@ -136,6 +145,8 @@ def test_bytes_are_scaled_and_dicts_go_in_by_name() -> None:
         (lambda x, y: bnncli.from_torch(make_module()), "^train: give at least one split"),
         (lambda x, y: bnncli.from_torch(make_module(), 3), r"^train: expected \(x, y\), a Dataset or a DataLoader; got int"),
         (lambda x, y: bnncli.from_torch(make_module(), (x, y), foo=1), "^from_torch: unexpected keyword 'foo'"),
+        (lambda x, y: bnncli.from_torch(make_module(), (x, y), folder=__file__), "File exists"),
+        (lambda x, y: bnncli.from_torch(nn.Sequential(make_module(), nn.Sigmoid()), (x, y)), "^the network returns a sigmoid"),
         (lambda x, y: bnncli.from_torch("net", (x, y)), "^model: expected a torch.nn.Module; got str"),
         (lambda x, y: bnncli.from_torch(make_module(), (x, y[:3])), r"labels_train: .*got shape \(3,\) for 20 rows"),
         (lambda x, y: bnncli.from_torch(make_module(), (x, y + 3)), "labels_train row 0 is 3, expected 0 to 2"),
@@ -149,7 +160,7 @@ def test_bytes_are_scaled_and_dicts_go_in_by_name() -> None:
 )  # fmt: skip
 def test_wrong_data_are_one_clear_error(make: Callable[[Any, Any], object], message: str) -> None:
     x, y = np.random.default_rng(0).normal(size=(20, 1, 4, 4)).astype(np.float32), np.arange(20) % 3 * 0
-    with pytest.raises((DataError, UsageError), match=message):
+    with pytest.raises(BnnError, match=message):
         make(x, y)
 
 
@@ -226,7 +237,7 @@ def test_predictions_are_scored_as_by_the_command(tmp_path: Path, cli: Cli) -> N
     np.savez(tmp_path / "far.npz", probs=far)
     words = ("score", tmp_path / "own.npz", "--ood", f"far={tmp_path / 'far.npz'}", "--per-class", "--json")
     expected = cli(*words).expect(0).json["rows"]
-    found = bnncli.from_predictions(probs, labels, ood={"far": far}).evaluate(per_class=True)
+    found = bnncli.from_predictions(probs, labels, ood={"far": torch.tensor(far)}).evaluate(per_class=True)
     assert [row["metrics"] for row in found.to_dict()["rows"]] == [row["metrics"] for row in expected]
     logits = bnncli.from_predictions(logits=np.log(probs), labels=labels).evaluate(metric="nll")
     nlls = [one["value"] for one in expected[0]["metrics"] if one["name"] == "nll"]

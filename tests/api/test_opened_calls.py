@@ -297,7 +297,7 @@ def test_texts_are_predicted_as_by_the_command(tmp_path: Path, cli: Cli, monkeyp
     np.testing.assert_allclose(run.predict(TEXTS[0], integrator="probit").probs, found.probs[:1], atol=1e-6)
     unnamed = bnncli.open("reviews")  # nothing of the folder is code
     np.testing.assert_array_equal(unnamed.predict(TEXTS, integrator="probit").probs, found.probs)
-    with pytest.raises(UsageError, match="were made by 'hf:model'; got 'mlp'"):
+    with pytest.raises(UsageError, match="the features of this run come from 'hf:model'; got 'mlp'"):
         bnncli.open("reviews", model="mlp").predict(TEXTS)
     monkeypatch.chdir("/")
     np.testing.assert_array_equal(run.predict(TEXTS, integrator="probit").probs, found.probs)
