@@ -22,7 +22,6 @@ from bnncli.options.command import CommandLine, CommonOptions, ComputeOptions, R
 from bnncli.options.declaration import Declared, build_options, declaration, help_of, map_options, spell_options
 from bnncli.progress import Task
 from bnncli.session.run import Table, begin_run, result_document
-from bnncli.system import signals
 from bnncli.system.devices import keep_random_state
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class _CommandListener(Listener):
 
     def poll(self, where: str = "") -> None:
         """Raise BudgetSpent past a deadline, as that of auto."""
-        signals.raise_if_interrupted(where)
+        self.console.poll(where)
 
     def task(self, name: str, total: int) -> Task:
         """Return a task of the console."""

@@ -83,7 +83,7 @@ def from_features(
             x, y = _pair(given)
             features = _numpy(x, f"{name}: features")
             arrays[f"features_{name}"] = features if features.dtype.kind == "f" else features.astype(np.float32)
-            arrays[f"labels_{name}"] = None if y is None else _numpy(y, f"{name}: labels")
+            arrays[f"labels_{name}"] = None if y is None or name in (ood or {}) else _numpy(y, f"{name}: labels")
         place: dict[str, Any] = {"folder": folder, "device": device, "seed": seed, "method": "from_features"}
         return _make_run(arrays, ood or {}, options, **place)
 

@@ -33,7 +33,7 @@ def splits_of(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def test_features_in_memory_make_the_run_of_their_file(tmp_path: Path, cli: Cli) -> None:
     arrays = make_arrays()
-    head, far = (arrays["head_weight"], arrays["head_bias"]), {"far": torch.tensor(arrays["features_far"])}
+    head, far = (arrays["head_weight"], arrays["head_bias"]), {"far": (torch.tensor(arrays["features_far"]), [-1] * 60)}
     run = bnncli.from_features(**splits_of(arrays), ood=far, head=head, folder=tmp_path / "python")
     run.fit_laplace(prior_precision=3)
     new_run(cli, tmp_path / "small", arrays, "--ood", "far")
@@ -90,7 +90,7 @@ def test_a_module_gives_the_features_of_its_forward_pass() -> None:
     module.train()
     module[3].eval()
     data = TensorDataset(x, y)
-    far, loader = {"far": x[:20]}, DataLoader(data, 33)
+    far, loader = {"far": (x[:20], y[:20] - 9)}, DataLoader(data, 33)
     run = bnncli.from_torch(module, (x.numpy(), y.tolist()), val=data, test=loader, ood=far, batch_size=40)
     assert [part.training for part in module] == [True, True, True, False, True, True]
     assert all(one.requires_grad and one.grad is None for one in module.parameters())
@@ -211,9 +211,9 @@ def test_a_pickled_run_is_the_same_run(fitted: OpenedRun, tmp_path: Path, monkey
     x = np.array(fitted.split("test").features)
     expected = fitted.predict(x).probs
     monkeypatch.chdir(fitted.folder.parent)
-    relative = pickle.dumps(bnncli.open("run", seed=0))
+    relative = bnncli.open("run", seed=0)
     monkeypatch.chdir(tmp_path)
-    for stored in (pickle.dumps(fitted), relative):
+    for stored in (pickle.dumps(fitted), pickle.dumps(relative)):
         again = pickle.loads(stored)
         assert np.array_equal(again.predict(x).probs, expected)
         del again
