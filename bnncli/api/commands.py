@@ -165,7 +165,12 @@ def run_command(
         UsageError: there is no such option, or a value does not fit.
         CheckFailed: the command's verdict is negative, after everything is written.
     """
-    with session.computing() as opened, keep_random_state(), refuse_exits():
+    from threadpoolctl import ThreadpoolController
+
+    one_thread = (
+        ThreadpoolController().select(internal_api="openblas").limit(limits=1)
+    )  # as the commands, to round alike
+    with session.computing() as opened, keep_random_state(), refuse_exits(), one_thread:
         module = registry.load_module("commands", command)
         groups = module.COMMAND.groups
         known = list_keywords(groups)
