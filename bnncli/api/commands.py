@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -115,14 +115,6 @@ class _CommandListener(Listener):
         """Return a task of the console."""
         return self.console.task(name, total)
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Remove the bar at the end."""
-        try:
-            yield
-        finally:
-            self.console.close()
-
 
 # Set elsewhere in Python: output, the run folder, and torch's own settings.
 _NOT_KEYWORDS = {*map_options(CommonOptions), *map_options(RunOptions), "shards", "threads", "deterministic"}
@@ -167,10 +159,12 @@ def run_command(
     """
     from threadpoolctl import ThreadpoolController
 
-    one_thread = (
-        ThreadpoolController().select(internal_api="openblas").limit(limits=1)
-    )  # as the commands, to round alike
-    with session.computing() as opened, keep_random_state(), refuse_exits(), one_thread:
+    with (
+        session.computing() as opened,
+        keep_random_state(),
+        refuse_exits(),
+        ThreadpoolController().select(internal_api="openblas").limit(limits=1),  # as the commands, to round alike
+    ):
         module = registry.load_module("commands", command)
         groups = module.COMMAND.groups
         known = list_keywords(groups)
@@ -189,7 +183,7 @@ def run_command(
         listener = _CommandListener(command, progress=progress)
         first = module.COMMAND.arguments[0]
         run, own = begin_run(line, {first.name: [place] if first.is_many else place}, listener, options)
-        with listener.shown(), torch.inference_mode(False), torch.enable_grad():
+        with closing(listener.console), torch.inference_mode(False), torch.enable_grad():
             result = module.execute(run, own)
         if result.failure is not None:
             raise result.failure

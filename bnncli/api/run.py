@@ -39,7 +39,7 @@ from bnncli.models import is_kind
 from bnncli.session.inputs import load_split, posterior_classes, posterior_source
 from bnncli.session.network import RecordedNetwork
 from bnncli.session.predictions import find_named
-from bnncli.session.predictor import Predictor, TrainData, warn_of_draws, warn_of_few_draws
+from bnncli.session.predictor import IntegratorChoice, Predictor, TrainData, warn_of_draws, warn_of_few_draws
 from bnncli.session.recommendation import metrics_of, open_recommendation
 from bnncli.system.devices import keep_random_state
 
@@ -295,20 +295,13 @@ class OpenedRun:
         from bnncli.api.predictions import LoadedPredictor
 
         with self.session.computing(allow_stale=allow_stale) as run:
-            posterior, integrator = _choose_posterior(run, posterior, integrator)
-            options = check_request(integrator, samples, settings)
-            shared = self._predictor(run, posterior)
-            if is_of_network(shared.header):
-                message = (
-                    f"{posterior} covers other layers than the last, so its layers are loaded at each call: use predict"
-                )
-                raise UsageError(message)
-            layout = shared.posterior.layout
-            predictor, choice = replace(shared), choose_predictor(options, shared.header, layout.num_classes)
+            shared, choice = self._choose(run, posterior, integrator, samples, settings)
+            predictor = replace(shared)
             predictor.__dict__["posterior"] = shared.posterior  # shared weights, separate integrator
             predictor.ready(choice)
             classes = tuple(posterior_classes(run.folder, predictor.header))
-            return LoadedPredictor(classes, self.session, predictor, choice, self._reader(run, layout.num_features))
+            reader = self._reader(run, shared.posterior.layout.num_features)
+            return LoadedPredictor(classes, self.session, predictor, choice, reader)
 
     fit_temperature = CommandMethod("fit-temperature")
     fit_laplace = CommandMethod("fit-laplace")
@@ -350,12 +343,7 @@ class OpenedRun:
         with self.session.computing(allow_stale=allow_stale) as run:
             if inputs and self.module_network is None:
                 raise UsageError("inputs: expected a run of from_torch", hint="bnncli export writes whole networks")
-            posterior, integrator = _choose_posterior(run, posterior, integrator)
-            options = check_request(integrator, samples, settings)
-            predictor = self._predictor(run, posterior)
-            if is_of_network(predictor.header):
-                raise UsageError(f"{posterior} covers other layers than the last; use predict")
-            choice = choose_predictor(options, predictor.header, predictor.posterior.layout.num_classes)
+            predictor, choice = self._choose(run, posterior, integrator, samples, settings)
             parts = head_parts(copy.deepcopy(predictor.posterior).to("cpu"), choice.integrator, predictor.ready(choice))
             head: nn.Module = parts.module()
             if not inputs or self.module_network is None:
@@ -363,6 +351,18 @@ class OpenedRun:
             self.module_network.check_weights()
             model = copy.deepcopy(self.module_network.module).eval().requires_grad_(False).cpu()
             return WholeNetwork(FeatureNetwork(model, self.module_network.head, None), head).eval()
+
+    def _choose(
+        self, run: Run, name: str | None, integrator: str | None, samples: int | None, settings: dict[str, Any]
+    ) -> tuple[Predictor, IntegratorChoice]:
+        """Return a posterior over the last layer and the integrator that were asked for."""
+        name, integrator = _choose_posterior(run, name, integrator)
+        options = check_request(integrator, samples, settings)
+        predictor = self._predictor(run, name)
+        if is_of_network(predictor.header):
+            message = f"{name} covers other layers than the last, so its layers are loaded at each call: use predict"
+            raise UsageError(message)
+        return predictor, choose_predictor(options, predictor.header, predictor.posterior.layout.num_classes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without cached weights, to pickle the run; its files stay where they are."""
