@@ -187,7 +187,7 @@ def test_an_open_run_sees_what_a_command_makes_anew(small_run: Path, cli: Cli) -
 
 
 def test_every_public_method_says_its_types_and_the_package_that_it_does() -> None:
-    functions: list[Any] = [bnncli.open]
+    functions: list[Any] = [bnncli.open, bnncli.from_torch, bnncli.from_features, bnncli.from_predictions]
     for one in (OpenedRun, OpenedPosterior):
         members = [getattr(one, name) for name in vars(one) if not name.startswith("_")]
         functions += [member.fget if isinstance(member, property) else member for member in members]
