@@ -95,6 +95,8 @@ def read_given_predictions(place: str, *, wanted: str | None = None, has_labels:
     columns = _columns(source)
     where = columns.where
     if isinstance(source, Table):
+        if len(source) == 0:  # nothing says what its columns hold
+            raise DataError(f"{where} has no rows", code="empty_split", path=path)
         if not named.keys() - {LABEL}:
             _check_cells(source, where)
         _check_one_origin(source, where)
@@ -220,16 +222,14 @@ def _columns(source: Table | _Arrays) -> Columns:
 def _read_matrix(source: Table | _Arrays, names: Sequence[str], where: str) -> np.ndarray:
     """Return predictions (N, C); a vector becomes a single column. Raises DataError if there are none."""
     if isinstance(source, Table):
-        if len(source) == 0:
-            raise DataError(f"{where} has no rows", code="empty_split", path=source.path)
-        return read_numbers(source, names, where)
+        return _two_axes(read_numbers(source, names, where), f"{where}: column {quote_name(names[0])}")
     return np.concatenate(
         [_two_axes(source.read(name), f"{where}: array {quote_name(name)}") for name in names], axis=1
     )
 
 
 def read_numbers(table: Table, names: Sequence[str], where: str) -> np.ndarray:
-    """Return columns of numbers, or a list column, as (N, C) float64.
+    """Return columns of numbers, or a list column, as (N, C) float64; lists of lists have more axes.
 
     Raises:
         DataError: a cell is not a number, or lists differ in length.
@@ -238,16 +238,17 @@ def read_numbers(table: Table, names: Sequence[str], where: str) -> np.ndarray:
         return numbers
     found = []
     for name, column in zip(names, table.values(names), strict=True):
-        size = len(column[0]) if isinstance(column[0], list) else 0
+        size = next((len(value) for value in column if isinstance(value, list)), None)
         for row, value in enumerate(column):
             if isinstance(value, list) and len(value) != size:
                 raise DataError(
                     f"{where}: row {row}: column {quote_name(name)} has {len(value)} numbers, but the first row has {size}"
                 )
-            if not (isinstance(value, list) or value is None or is_number(value)):
+            if not (isinstance(value, list) or is_number(value) or (value is None and size is None)):
                 raise _not_number_error(where, row, name, value)
         try:
-            found.append(np.array(column, np.float64).reshape(len(column), -1))
+            array = np.array(column, np.float64)
+            found.append(array[:, None] if array.ndim == 1 else array)
         except (ValueError, TypeError):
             raise DataError(f"{where}: column {quote_name(name)} has values that are not numbers") from None
     return np.concatenate(found, axis=1)

@@ -285,7 +285,7 @@ _IF_SPLIT = "put quotation marks around fields that contain the delimiter or a l
 def _find_delimiter(first: str, lines: _Lines) -> str:
     """Return the delimiter of a csv file that gives the most column names. Raises DataError for an odd first line."""
     if not first.strip():
-        message = f"{lines.shown} is empty: expected a header line with column names"
+        message = f"{lines.where() if first else lines.shown} is empty: expected a header line with column names"
         raise DataError(message, path=lines.path, code="empty_split")
     if "\r" in first.rstrip("\r\n"):
         message = f"{lines.shown}: lines end in bare carriage returns, expected line feeds"
@@ -482,6 +482,8 @@ class Table:
             try:
                 part = np.column_stack([_convert_to_floats(batch.column(name)) for name in names])
                 found = found if start else np.empty((len(self), part.shape[1]))
+                if part.shape[1] != found.shape[1]:  # a width of 1 would be broadcast
+                    return None
                 found[start : start + len(batch)] = part
             except (pyarrow.ArrowException, KeyError, ValueError):
                 return None
@@ -560,13 +562,15 @@ def _convert_to_floats(column: Any) -> np.ndarray:
     """Return the numbers (n,) of a column, or (n, L) of lists. Raises ValueError, also as ArrowInvalid, for others."""
     from pyarrow import compute
 
-    if column.null_count:
+    is_list = _classify_type(column.type) == LIST
+    numbers = column.flatten() if is_list else column
+    if column.null_count or numbers.null_count:
         raise ValueError("a value is missing")
-    if _classify_type(column.type) != LIST:
-        found: np.ndarray = np.from_dlpack(column.cast("float64"))  # to_numpy imports pandas if it is installed
+    found: np.ndarray = np.from_dlpack(numbers.cast("float64"))  # to_numpy imports pandas if it is installed
+    if not is_list:
         return found
     (size,) = compute.unique(compute.list_value_length(column)).to_pylist()
-    return _convert_to_floats(column.flatten()).reshape(len(column), size)
+    return found.reshape(len(column), size)
 
 
 class _Position(NamedTuple):

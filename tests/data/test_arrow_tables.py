@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from problems.transforms import Halved, WordLengths
 from pyarrow import parquet as pq
 
 from bnncli.data.pixels import Preprocess
-from bnncli.data.prediction_files import read_numbers
+from bnncli.data.prediction_files import read_given_predictions, read_numbers
 from bnncli.data.splits import InputSplit, load_split
 from bnncli.data.table_files import Table, feature_class_names, open_parquet
 from bnncli.data.tables import indicator_matrix
@@ -398,13 +399,25 @@ def test_numbers_at_once_are_those_of_single_rows(tmp_path: Path, case: str, mon
 def test_lists_of_several_lengths_and_other_cells_are_told_with_their_row(tmp_path: Path) -> None:
     cases: dict[str, list[Any]] = {
         "row 2: column 'c' has 1 numbers, but the first row has 2": [[0.25, 0.75], [0.5, 0.5], [1.0]],
+        "row 2: column 'c' has 1 numbers, but the first row has 3": [[0.2, 0.3, 0.5], [0.2, 0.3, 0.5], [1.0]],
+        "row 0, column 'c': expected a number, got nothing": [None, [0.5, 0.5]],
         "row 1, column 'c': expected a number, got 'x'": ["0.5", "x", "1"],
     }
     for message, values in cases.items():
-        pq.write_table(pa.table({"c": values}), tmp_path / "a.parquet")
+        pq.write_table(pa.table({"c": values}), tmp_path / "a.parquet", row_group_size=2)
         found = Table(tmp_path, [tmp_path / "a.parquet"], open_parquet, "parquet")
         with pytest.raises(DataError, match=f"here: {message}"):
             read_numbers(found, ["c"], "here")
+
+
+@pytest.mark.parametrize(
+    ("value", "shape"), [([], "(3, 0)"), ([[0.5, 0.5], [0.1, 0.9]], "(3, 2, 2)"), ([[0.5], [0.5]], "(3, 2, 1)")]
+)
+def test_empty_lists_and_lists_of_lists_are_no_predictions(tmp_path: Path, value: list[Any], shape: str) -> None:
+    place = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"probs": [value] * 3}), place)
+    with pytest.raises(DataError, match=re.escape(f"column 'probs': expected shape (N, C), got {shape}")):
+        read_given_predictions(str(place), has_labels=False)
 
 
 def test_values_are_those_of_the_library(tmp_path: Path) -> None:

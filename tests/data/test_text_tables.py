@@ -331,6 +331,7 @@ def test_spaces_around_labels_are_no_part_of_them(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
     "no bytes": ("csv", b"", DataError, "'a.csv' is empty: expected a header line with column names"),
+    "a header behind an empty line": ("csv", b"\ntext,label\na,1\n", DataError, "'a.csv': line 1 is empty: expected"),
     "carriage returns": ("csv", b"text,label\ra,1\rb,0\r", DataError, "lines end in bare carriage returns, expected line feeds"),
     "a header alone": ("csv", b"text,label\n", DataError, "'a.csv' has no rows"),
     "too few fields": ("csv", b"text,label\na,1\n\nb\n", DataError, r"row 1 \(line 4\) has 1 fields, expected 2"),
