@@ -243,7 +243,7 @@ class LineEnd:
         return self.state in (DONE, UP_TO_DATE)
 
 
-_LOG = "make.log"
+_MAKEFILE_NAME, _LOG = "grid.mk", "grid.mk.log"  # --dir may be a folder with a Makefile of its own
 _POLL = 0.2  # seconds between looks at what make has said
 _ENDED = re.compile(r"/([^/]+)\.done\] (.+)$")  # of a line that failed, as make says it
 _ENGLISH = {"LANGUAGE": "en"}  # the messages that are read here
@@ -263,9 +263,9 @@ def run_lines(run: Run, lines: Sequence[Line], count: int, environment: dict[str
         hint = "install make, or run the lines with Snakemake: bnncli grid FILE --snakefile"
         raise DeviceError("grid runs its lines with make, which is not installed", hint=hint, code="no_make")
     folder, unfinished = lines[0].folder, find_unfinished(lines)
-    makefile, log = folder / "Makefile", folder / _LOG
+    makefile, log = folder / _MAKEFILE_NAME, folder / _LOG
     try:
-        makefile.write_text(write_makefile(lines))
+        makefile.write_bytes(os.fsencode(write_makefile(lines)))
         for line in unfinished:
             line.stamp.unlink(missing_ok=True)
             line.path(".json").unlink(missing_ok=True)

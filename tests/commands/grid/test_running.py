@@ -61,6 +61,16 @@ def test_one_line_runs_at_a_time_where_nothing_is_said(cli: Cli, stage: Stage) -
     assert order == [(name, what) for name in (*NAMES[:2], "diagnose") for what in ("began", "ended")]
 
 
+def test_a_makefile_in_the_folder_stays_and_names_need_not_be_utf8(cli: Cli, stage: Stage) -> None:
+    Path("Makefile").write_text("all:\n")
+    config = Path(os.fsdecode(b"caf\xe9.toml"))
+    config.touch()
+    path = write_grid(stage.folder, TWO)
+    cli("grid", path.name, "--dir", ".", "--config", str(config)).expect(0)
+    assert Path("Makefile").read_text() == "all:\n"
+    assert f"--config {shlex.quote(str(config))}".encode("utf-8", "surrogateescape") in Path("grid.mk").read_bytes()
+
+
 def test_a_failed_line_leaves_out_those_that_wait_for_it_and_no_others(cli: Cli, stage: Stage) -> None:
     stage.acts({"laplace-full": {"exit": 70}, "laplace-kron": {"warnings": 2}})
     path = write_grid(stage.folder, TWO + HMC + MERGE + LAST)
