@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import mmap
+import re
 import shlex
 import sys
 import tempfile
@@ -332,6 +333,9 @@ def _classify_fields(values: Sequence[str]) -> str:
     return found
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
 def _json_lines(lines: _Lines) -> Iterator[tuple[str]]:
     """Yield the lines that are not empty. Raises DataError for one that is not a JSON object."""
     for line in lines:
@@ -340,6 +344,8 @@ def _json_lines(lines: _Lines) -> Iterator[tuple[str]]:
             advice = "; to split one JSON array into lines, run: jq -c '.[]'" if is_document else ""
             try:
                 record = json.loads(line)
+                if _SURROGATE.search(line):  # a half of a pair is no character
+                    json.dumps(record, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{lines.where()} is not JSON: {error}{advice}", path=lines.path) from error
             if not isinstance(record, dict):

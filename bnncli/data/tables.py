@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -199,8 +200,9 @@ def _number_by_name(values: Sequence[str], where: str) -> Labels:
     classes = sorted(set(values))
     if all(is_number(name) for name in classes):
         if all(float(name).is_integer() for name in classes):
-            message = f"{where}: labels must be integers, counted from 0; row 0 has {quote_name(values[0])}"
-            raise DataError(message, code="bad_labels", hint=f"write {float(values[0]):.0f}, without a decimal point")
+            row = next(row for row, value in enumerate(values) if not _WHOLE.fullmatch(value))
+            message = f"{where}: labels must be integers, counted from 0; row {row} has {quote_name(values[row])}"
+            raise DataError(message, code="bad_labels", hint=f"write {float(values[row]):.0f}, without a decimal point")
         check_labels(np.array([float(value) for value in values]), num_rows=len(values), where=where)
     place = {name: number for number, name in enumerate(classes)}
     return Labels(np.array([place[value] for value in values], np.int64), tuple(classes))
@@ -290,7 +292,7 @@ class TableDataset:
         if self.roles.kind == "text":
             return self._texts(rows, values), labels
         if self.roles.kind == "x":
-            return self._numbers(rows, values) if not self._has_names else self._lists(rows, values), labels
+            return self._lists(rows, values) if self._has_names else self._of_one_width(rows, values), labels
         if self.roles.kind == "audio":
             return [self._sound(row, value) for row, value in zip(rows.tolist(), values[0], strict=True)], labels
         return self._images(rows, values[0]), labels
@@ -323,14 +325,32 @@ class TableDataset:
                     raise self._odd(row, name, "a string", value)
         return list(zip(*values, strict=True)) if len(values) == 2 else values[0]
 
+    @cached_property
+    def _width(self) -> int:
+        """D of the first row."""
+        first = np.arange(1)
+        return self._numbers(first, self.table.read(first, self.roles.inputs)).shape[1]
+
+    def _of_one_width(self, rows: np.ndarray, values: list[list[Any]]) -> np.ndarray:
+        """Return numbers (n, D), as many as in the first row of the table."""
+        found = self._numbers(rows, values)
+        if found.shape[1] != self._width:
+            raise self._odd(int(rows[0]), self.roles.inputs[0], f"{self._width} numbers as in row 0", values[0][0])
+        return found
+
     def _numbers(self, rows: np.ndarray, values: list[list[Any]]) -> np.ndarray:
         arrays = []
         for name, column in zip(self.roles.inputs, values, strict=True):
             try:
-                array = np.array(_parse_floats(column), np.float32)
-            except (ValueError, TypeError):
-                odd = next((place for place, value in enumerate(column) if not is_number(value)), 0)
-                raise self._odd(int(rows[odd]), name, "a number", column[odd]) from None
+                with np.errstate(over="ignore"):  # infinity, which is told as such
+                    array = np.array(_parse_floats(column), np.float32)
+            except (ValueError, TypeError, OverflowError):
+                shapes = [_shape_of(value) for value in column]
+                odd = next((place for place, shape in enumerate(shapes) if shape is None or shape != shapes[0]), 0)
+                expected = f"{shapes[0][0]} numbers as in row {rows[0]}" if shapes[0] else "a number"
+                raise self._odd(int(rows[odd]), name, expected, column[odd]) from None
+            if array.size == 0:
+                raise self._odd(int(rows[0]), name, "numbers", column[0])
             arrays.append(array.reshape(len(rows), -1))
         return np.concatenate(arrays, axis=1)
 
@@ -455,6 +475,14 @@ def is_number(value: Any) -> bool:
     except (ValueError, TypeError):
         return False
     return True
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of a cell of numbers; None for any other cell."""
+    try:
+        return np.array(float(value) if isinstance(value, str) else value, np.float32).shape
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 def _parse_floats(values: list[Any]) -> list[Any]:

@@ -70,6 +70,32 @@ CSV_FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+ODD_NUMBERS: dict[str, tuple[str, str]] = {
+    "shorter": ("[1]", r"row 3, column 'x': expected 2 numbers as in row \d, got list '\[1\]'"),
+    "missing": ("null", r"row 3, column 'x': expected 2 numbers as in row \d, got nothing"),
+    "too large": (f"[1, 1{'0' * 400}]", "row 3, column 'x': expected .* got list"),
+    "text": ('"a"', "row 3, column 'x': expected .* got str 'a'"),
+    "no numbers": ("[]", "row 3, column 'x': expected .* got list '\\[\\]'"),
+    "half a surrogate pair": ('"\\ud800"', r"row 3 \(line 4\) is not JSON: .* surrogates not allowed"),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 9])
+@pytest.mark.parametrize("case", ODD_NUMBERS)
+def test_odd_numbers_are_told_with_their_row(tmp_path: Path, case: str, batch: int) -> None:
+    value, message = ODD_NUMBERS[case]
+    lines = ['{"x": [1, 2], "label": 0}\n'] * 3
+    (tmp_path / "a.jsonl").write_text("".join([*lines, f'{{"x": {value}, "label": 1}}\n', *lines]))
+
+    def read() -> None:
+        split = load_split(f"jsonl:{tmp_path / 'a.jsonl'}:x=x")
+        for start in range(0, 7, batch):
+            split.dataset.read(np.arange(start, min(7, start + batch)))
+
+    with pytest.raises(DataError, match=message):
+        read()
+
+
 @pytest.mark.parametrize("form", CSV_FORMS)
 @pytest.mark.parametrize("is_zipped", [False, True])
 def test_texts_of_a_csv_file_come_as_they_were_written(tmp_path: Path, form: str, is_zipped: bool) -> None:
@@ -342,6 +368,7 @@ BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
     "utf-16": ("csv", "text,label\na,1\n".encode("utf-16"), DataError, "is in UTF-16, expected UTF-8"),
     "half a gzip file": ("csv", gzip.compress(b"text,label\na,1\n" * 99)[:-9], DataError, "is not a complete gzip file"),
     "a missing label": ("csv", b"text,label\na,x\nb,\n", DataError, "column 'label': row 1 has no label"),
+    "a label like a real number": ("csv", b"text,label\na,1\nb,1e0\n", DataError, "from 0; row 1 has '1e0'"),
     "a label that is none": ("csv", b"text,label\na,1\nb,NA\n", DataError, "column 'label': row 1 has no label"),
     "no header": ("csv", b"good,0\nbad,1\n", UsageError, r"a column name is a number: 'good', '0' \(is the header line missing"),
     "real labels": ("csv", b"text,label\na,0.5\nb,1\n", DataError, r"row 0 is 0.5 \(regression targets"),
