@@ -134,7 +134,7 @@ def _read_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, i
         warnings.filterwarnings("error", "Reached EOF prematurely", wavfile.WavFileWarning)
         try:
             rate, samples = wavfile.read(io.BytesIO(data))
-        except (ValueError, struct.error, ZeroDivisionError, wavfile.WavFileWarning) as error:
+        except (ValueError, TypeError, struct.error, ZeroDivisionError, wavfile.WavFileWarning) as error:
             if "Unknown wave file format" in str(error) or "Unsupported bit depth" in str(error):
                 return None
             raise _damage_error(where, " ".join(str(error).split())[:200], path) from error
@@ -154,7 +154,8 @@ def _read_with_library(data: bytes, where: str, path: Path | None) -> tuple[np.n
     try:
         samples, rate = library.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except (library.SoundFileError, ValueError, TypeError) as error:
-        raise _damage_error(where, " ".join(str(error).split())[:200], path) from error
+        why = getattr(error, "error_string", str(error))  # without the address of the stream
+        raise _damage_error(where, " ".join(why.split())[:200], path) from error
     return samples, rate
 
 

@@ -103,6 +103,7 @@ def header(code: int = 1, channels: int = 1, rate: int = 16_000, bits: int = 16)
         (encoded(LONG[:0]), "it has no samples"),
         (b"RIFF\0\0\0\0WAVEdata\0\0\0\0", "No fmt chunk before data"),
         (header(channels=0), "division or modulo by zero"),
+        (header(code=3, bits=24), "data type '<f3' not understood"),
         (encoded(np.full(9, np.nan, np.float32)), "has samples that are NaN or infinite"),
         (header(rate=0), "got 0 Hz"),
         (header(rate=2_000_000), "got 2,000,000 Hz"),
@@ -135,7 +136,7 @@ def test_the_library_decodes_what_we_do_not(tmp_path: Path, suffix: str) -> None
     assert (found.rate, len(found.samples)) == (16_000, len(LONG))
     assert np.abs(found.samples - LONG).mean() < 0.02
     (tmp_path / f"a.{suffix}").write_bytes(b"OggS" + bytes(100))
-    with pytest.raises(DataError, match="cannot decode"):
+    with pytest.raises(DataError, match=r"cannot decode [^<>]*$"):  # without the address of an object
         load_split(f"audio:{tmp_path}", preprocess=HEARD).dataset.read(np.array([0]))
 
 
