@@ -17,8 +17,9 @@ from pathlib import Path
 
 from bnncli.artifacts.atomic import write_error
 from bnncli.errors import Locked, MissingInput, OutputExists, UsageError, WriteError
+from bnncli.models.output_folders import choose_checkpoint
 from bnncli.models.sharded import find_sharded_folder, shards_of
-from bnncli.names import FEATURES_NAME, FORMATS, near_miss
+from bnncli.names import FEATURES_NAME, FORMATS, near_miss, quote_name
 from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.system.workers import is_leader
 
@@ -53,10 +54,10 @@ class RunFolder:
         """
         if checkpoint.is_dir() and not (_can_be_name(checkpoint) and (is_name or shards_of(checkpoint) is not None)):
             if not _can_be_name(checkpoint):
-                raise _is_folder(checkpoint)
+                raise folder_error(checkpoint)
             beside = Path(run_dir) if run_dir is not None else checkpoint.with_name(f"{checkpoint.name}.bnn")
             if not beside.is_dir():
-                raise _is_folder(checkpoint)
+                raise folder_error(checkpoint)
         if any(part.endswith(".bnn") for part in checkpoint.parts[:-1]):
             raise MissingInput(
                 f"expected a checkpoint, but {checkpoint} is inside a run folder",
@@ -212,11 +213,17 @@ def _can_be_name(folder: Path) -> bool:
     return folder.suffix != ".bnn" and folder.name not in ("", "..")
 
 
-def _is_folder(folder: Path) -> MissingInput:
+def folder_error(folder: Path) -> MissingInput:
     """Return the error for a folder given as a checkpoint."""
     sharded = find_sharded_folder(folder)
     if sharded is not None:
         return MissingInput(f"expected one file; {sharded.what}", hint=sharded.hint, path=folder, code="sharded")
+    choice = choose_checkpoint(folder)
+    if choice is not None and choice.path != folder:
+        is_file = choice.path.is_file()
+        hint = f"give the checkpoint inside it: {choice.path}" if is_file else folder_error(choice.path).hint
+        message = f"expected a checkpoint file; {folder} is a {choice.kind}, in which {quote_name(choice.path.name)} is {choice.reason}"
+        return MissingInput(message, hint=hint, path=folder)
     for name, way in _MODELS.items():
         if (folder / name).is_file():
             message = f"expected a checkpoint file; {folder} is the folder of a saved model"

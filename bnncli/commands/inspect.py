@@ -28,8 +28,9 @@ from bnncli.models.build import recognise_networks
 from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.checkpoints import Checkpoint, find_states, load_whole
 from bnncli.models.huggingface import feature_extractor, weight_files
+from bnncli.models.output_folders import choose_checkpoint
 from bnncli.models.recognition import guess, possible_heads
-from bnncli.models.sharded import INDEX_SUFFIX, find_sharded_folder, shards_of
+from bnncli.models.sharded import INDEX_SUFFIX, ShardedCheckpoint, find_sharded_folder, shards_of
 from bnncli.names import FORMATS, format_names, prefixes_of, quote_name
 from bnncli.options.command import Argument, Command, CommonOptions, format_command_line
 from bnncli.options.declaration import spell_options
@@ -155,6 +156,7 @@ class Finding:
         document: further keys of the JSON document.
         model: value of --model; None where only the user knows it, or nothing runs it.
         suggested: command that works, filled in as far as known.
+        then: command to continue with after the suggested one.
     """
 
     kind: str
@@ -162,6 +164,7 @@ class Finding:
     document: dict[str, Any] = field(default_factory=dict)
     model: str | None = None
     suggested: str | None = None
+    then: str | None = None
 
     def add(self, what: str, value: object, *, key: str | None = None) -> None:
         """Add a row to the table, and to the document under `key`."""
@@ -187,12 +190,18 @@ class Finding:
             "extract-features", str(path), model=model or _NETWORK, data=split, **options
         )
 
+    def merge_first(self, sharded: ShardedCheckpoint) -> None:
+        """Suggest merging a checkpoint into one file before the command suggested so far."""
+        self.model, self.suggested, self.then = None, sharded.command, self.suggested
+
     def result(self, path: Path) -> Result:
         """Return the result, with the suggested command last."""
         document = {"kind": self.kind, **self.document, "suggested": self.suggested}
+        document |= {} if self.then is None else {"then": self.then}
         rows = [["kind", self.kind], *self.facts][:MAX_ROWS]
         lines = [] if self.suggested is None else [self.suggested]
-        summary = (
+        summary = [] if self.then is None else [f"then: {self.then}"]
+        summary += (
             ["add --data test=SPEC --hold-out val=test:N: auto and most fits need a validation split"]
             if " extract-features " in "".join(lines) and " --data " in lines[0]
             else []
@@ -209,6 +218,23 @@ def identify_folder(folder: Path) -> Finding:
         MissingInput: it holds nothing known.
         DataError: a metadata file in it is damaged.
     """
+    with convert_read_errors(folder):
+        if (choice := choose_checkpoint(folder)) is None:
+            return _identify_contents(folder)
+    found = _identify_other(choice.path) if choice.path.is_file() else _identify_contents(choice.path)
+    found.kind = choice.kind if choice.path != folder else found.kind
+    others = f"{len(choice.others)}: {format_names(choice.others)}" if choice.others else "none"
+    found.facts[:0] = [
+        ["checkpoint", shorten(str(choice.path), 2000)],
+        ["reason", choice.reason],
+        ["other checkpoints", others],
+    ]
+    found.document |= {"checkpoint": str(choice.path), "reason": choice.reason, "others": list(choice.others)}
+    return found
+
+
+def _identify_contents(folder: Path) -> Finding:
+    """Identify a folder other than the output folder of a training run."""
     with convert_read_errors(folder):
         names = sorted(entry.name for entry in folder.iterdir())
         tellers: tuple[Callable[[Path, list[str]], Finding | None], ...] = (
@@ -302,13 +328,18 @@ def _identify_saved_model(folder: Path, names: list[str]) -> Finding | None:
     found.add(
         "preprocessing", ", ".join(name for name in names if re.match(r"tokenizer|preprocessor|vocab", name)) or "none"
     )
+    sharded = None if weights else find_sharded_folder(folder)
     task = next((match[1] for one in architectures if (match := _CLASSIFIER.search(one))), None)
     if task is None:
         found.add("note", "not a classifier: it has no head, so its outputs can only be features")
     else:
         is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)
         data = "audio:TRAIN" if is_audio else _DATA[task]
-        found.suggest(folder if weights else Path(CHECKPOINT), model=f"hf:{folder}", data=data)
+        merged = Path(CHECKPOINT) if sharded is None else sharded.merged
+        found.suggest(folder if weights else merged, model=f"hf:{folder}", data=data)
+    if sharded is not None:
+        found.add("note", sharded.what)
+        found.merge_first(sharded)
     return found
 
 
@@ -349,8 +380,9 @@ def _identify_distributed(folder: Path, names: list[str]) -> Finding | None:
         arrays = describe_tensors(sharded.folder)
         found.document["arrays"] = arrays
         found.facts += [[f"tensor {quote_name(name)}", text] for name, text in arrays.items()]
-    out = sharded.folder.absolute().parent / f"{sharded.folder.absolute().name}.safetensors"
-    found.suggested = format_command_line("convert", str(folder), str(out))
+    model = f"hf:{folder.parent}" if (folder.parent / "config.json").is_file() else None
+    found.suggest(sharded.merged, model=model, data="SPEC")
+    found.merge_first(sharded)
     return found
 
 

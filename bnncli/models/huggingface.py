@@ -21,6 +21,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
 from bnncli.lazy import torch
 from bnncli.models.checkpoints import check_finite, load_checkpoint
 from bnncli.models.libraries import library_attribute, require
+from bnncli.models.sharded import find_sharded_folder
 from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.system.input_files import MAX_BYTES, open_regular, read_object
@@ -545,7 +546,9 @@ def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | Non
     """Load a network of a library class, and the library's report on mismatched names."""
     if state is None and not weight_files(folder):
         message = f"{quote_name(folder, limit=300)} has no weights; looked for {WEIGHTS}, its index, and {PICKLED}"
-        raise MissingInput(message, path=folder, hint="pass a weights file as the checkpoint")
+        sharded = find_sharded_folder(folder)
+        hint = "pass a weights file as the checkpoint"
+        raise MissingInput(message, path=folder, hint=hint if sharded is None else f"{sharded.hint}, and {hint}")
     given = {} if state is None else {"state_dict": dict(state)}
     with convert_library_errors(folder):
         network, info = made.from_pretrained(

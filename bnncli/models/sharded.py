@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 INDEX_SUFFIX = ".index.json"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin|pt|pth)")
+_OF_ACCELERATE = re.compile(r"pytorch_model_fsdp_\d+")  # beside optimizer_0
 _DEEPSPEED = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|.*zero_pp_rank_\d+_.*_optim_states\.pt")
 
 
@@ -56,12 +57,16 @@ class ShardedCheckpoint(NamedTuple):
     Attributes:
         kind: distributed or deepspeed; empty for a single shard.
         folder: of the files.
+        merged: the file that convert writes.
+        command: the command line that does so.
     """
 
     what: str
     hint: str
     kind: str = ""
     folder: Path = Path()
+    merged: Path = Path()
+    command: str = ""
 
 
 def shards_of(path: Path) -> Shards | None:
@@ -106,11 +111,17 @@ def find_sharded_folder(folder: Path) -> ShardedCheckpoint | None:
     elif states:
         kind, what = "deepspeed", f"a DeepSpeed checkpoint ({len(states)} files)"
     else:
-        below = _read_latest_tag(folder) if "latest" in names else None
-        return None if below is None else find_sharded_folder(below)
+        of_accelerate = next((folder / name for name in names if _OF_ACCELERATE.fullmatch(name)), None)
+        below = _read_latest_tag(folder) if "latest" in names else of_accelerate
+        inner = None if below is None else find_sharded_folder(below)
+        return None if inner is None else _describe_merge(folder, inner.what, inner.kind, inner.folder)
+    return _describe_merge(folder, f"{quote_name(folder, limit=300)} is {what}", kind, folder)
+
+
+def _describe_merge(folder: Path, what: str, kind: str, inner: Path) -> ShardedCheckpoint:
     out = folder.absolute().parent / f"{folder.absolute().name}.safetensors"
-    hint = f"merge it into one file: {format_command_line('convert', str(folder), str(out))}"
-    return ShardedCheckpoint(f"{quote_name(folder, limit=300)} is {what}", hint, kind, folder)
+    command = format_command_line("convert", str(folder), str(out))
+    return ShardedCheckpoint(what, f"merge it into one file: {command}", kind, inner, out, command)
 
 
 def find_sharded_file(path: Path) -> ShardedCheckpoint | None:

@@ -25,6 +25,7 @@ from bnncli.artifacts.freshness import (
 from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, read_trained_header
 from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.run_folder import folder_error
 from bnncli.commands.inspect import recognise_model
 from bnncli.data.labels import alphabetical_numbering, columns_of_classes, common_task, is_multi_label
 from bnncli.data.shift import Shift
@@ -32,6 +33,8 @@ from bnncli.data.splits import InputSplit
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import BINARY, MULTILABEL, read_recorded_name
 from bnncli.models import PublishedModel, SavedModel, is_kind
+from bnncli.models.output_folders import choose_checkpoint
+from bnncli.models.sharded import find_sharded_folder
 from bnncli.numerics.random import stream_seed
 from bnncli.options.command import CommandLine
 from bnncli.options.declaration import spell_options
@@ -104,7 +107,8 @@ def _no_model_error(run: Run, options: ExtractFeaturesOptions) -> UsageError:
         return UsageError(message, hint=trained.pasted() + ("" if is_complete else " \0data\0 SPLIT=SPEC"))
     found = recognise_model(path) if path.exists() else None
     if found is None:
-        return UsageError(EITHER)
+        is_output = path.is_dir() and (choose_checkpoint(path) or find_sharded_folder(path))
+        return UsageError(EITHER, hint=folder_error(path).hint if is_output else None)
     model, line = found
     return UsageError(EITHER, hint=run.line.having("model", model).pasted() if is_complete else line)
 

@@ -24,6 +24,8 @@ from bnncli.models.huggingface import (
     task_of,
     weight_files,
 )
+from bnncli.models.output_folders import choose_checkpoint
+from bnncli.models.sharded import find_sharded_folder
 from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
@@ -69,6 +71,10 @@ def open_model(place: str, asked: ModelRequest) -> Classifier:
             if is_adapter
             else "expected a folder written by save_pretrained"
         )
+        if (choice := choose_checkpoint(folder)) is not None and (choice.path / CONFIG).is_file():
+            hint = f"use \0model\0 hf:{choice.path} ({choice.reason})"
+        elif (sharded := find_sharded_folder(folder if choice is None else choice.path)) is not None:
+            hint = sharded.hint
         raise MissingInput(f"no {CONFIG} in {quote_name(folder, limit=300)}", path=folder / CONFIG, hint=hint)
     config = read_object(folder / CONFIG)
     kind = kind_of(config, folder)
