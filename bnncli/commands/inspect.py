@@ -218,9 +218,8 @@ def identify_folder(folder: Path) -> Finding:
         MissingInput: it holds nothing known.
         DataError: a metadata file in it is damaged.
     """
-    with convert_read_errors(folder):
-        if (choice := choose_checkpoint(folder)) is None:
-            return _identify_contents(folder)
+    if (choice := choose_checkpoint(folder)) is None:
+        return _identify_contents(folder)
     found = _identify_other(choice.path) if choice.path.is_file() else _identify_contents(choice.path)
     found.kind = choice.kind if choice.path != folder else found.kind
     others = f"{len(choice.others)}: {format_names(choice.others)}" if choice.others else "none"

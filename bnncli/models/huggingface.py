@@ -548,7 +548,7 @@ def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | Non
         message = f"{quote_name(folder, limit=300)} has no weights; looked for {WEIGHTS}, its index, and {PICKLED}"
         sharded = find_sharded_folder(folder)
         hint = "pass a weights file as the checkpoint"
-        raise MissingInput(message, path=folder, hint=hint if sharded is None else f"{sharded.hint}, and {hint}")
+        raise MissingInput(message, path=folder, hint=hint if sharded is None else f"{hint}; {sharded.hint}")
     given = {} if state is None else {"state_dict": dict(state)}
     with convert_library_errors(folder):
         network, info = made.from_pretrained(

@@ -13,7 +13,7 @@ from bnncli.errors import BnnError
 from bnncli.models.checkpoint_files import load_tensors, sniff, sniff_zip
 from bnncli.models.sharded import find_sharded_folder
 from bnncli.names import quote_name
-from bnncli.system.input_files import open_regular, read_object
+from bnncli.system.input_files import convert_read_errors, open_regular, read_object
 
 
 class Choice(NamedTuple):
@@ -27,7 +27,8 @@ class Choice(NamedTuple):
 
 def choose_checkpoint(folder: Path) -> Choice | None:
     """Return the best checkpoint in an output folder if it is recorded, else the last; None for any other folder."""
-    return _choose_of_trainer(folder) or _choose_of_lightning(folder)
+    with convert_read_errors(folder):
+        return _choose_of_trainer(folder) or _choose_of_lightning(folder)
 
 
 _WEIGHTS = re.compile(
