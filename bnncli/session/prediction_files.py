@@ -340,9 +340,10 @@ _MOST_ROUNDING = 0.05  # rows further from 1 lack a class, whatever the rounding
 
 def _roundings(values: NDArray) -> Iterator[tuple[float, str]]:
     """Yield possible roundings of the values: the largest deviation from 1 of a row's sum, and the name of the rounding."""
-    if values.dtype == np.float16:
+    narrow = np.ascontiguousarray(values, np.float32)  # tables hold 16-bit numbers in float64
+    if (narrow.astype(np.float16) == values).all():
         yield 2.0**-10, "16-bit numbers"
-    if values.dtype == np.float32 and not (np.ascontiguousarray(values).view(np.uint32) & 0xFFFF).any():
+    if (narrow == values).all() and not (narrow.view(np.uint32) & 0xFFFF).any():
         yield 2.0**-7, "bfloat16 numbers"
     for decimals in range(5, 0, -1):
         scaled = np.asarray(values, np.float64) * 10**decimals

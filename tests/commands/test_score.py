@@ -353,6 +353,7 @@ def test_numbers_with_class_names_are_classes(cli: Cli, folder: Path, probs: np.
 
 ROUNDED = {
     "float16": lambda probs: probs.astype(np.float16),
+    "float16 of a table": lambda probs: probs.astype(np.float16).astype(np.float64),
     "bfloat16": lambda probs: (probs.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32),
     "2 decimals": lambda probs: probs.round(2),
     "3 decimals": lambda probs: probs.round(3).astype(np.float32),
