@@ -20,7 +20,6 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.resume import state_path
 from bnncli.commands.diagnose import DiagnoseOptions
-from bnncli.commands.evaluate import EvaluateOptions
 from bnncli.commands.fit_ensemble import TEMPERATURE, FitEnsembleOptions, open_member, read_theta
 from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.commands.fit_temperature import FitTemperatureOptions
@@ -66,6 +65,7 @@ from bnncli.options import shared
 from bnncli.options.command import COMPUTE, Command, CommandLine, InputOptions, NameOptions, accept_poor_network_option
 from bnncli.options.declaration import CheckedOptions, option, parse_positive
 from bnncli.options.predict import PredictOptions
+from bnncli.options.scoring import EvaluateOptions
 from bnncli.options.shared import INHERIT, trust_code_option
 from bnncli.parameters.module import STATE
 from bnncli.session import revisions as _revisions
@@ -75,7 +75,7 @@ from bnncli.session.network_splits import NetworkReader
 from bnncli.session.predictor import Predictor, TrainData
 from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.recommendation import SplitProbabilities, parse_qualities, qualities, read_last_judgements
-from bnncli.session.run import Result, Run, Table
+from bnncli.session.run import Result, Run, Table, run_command
 from bnncli.session.val_report import (
     gain_table,
     has_labeled_val,
@@ -204,7 +204,7 @@ def execute(run: Run, options: AutoOptions) -> Result:
             "fit-laplace, refine or hmc"
         )
     if options.extraction is not None:
-        _run_whole(run, "extract-features", options.extraction)
+        run_command(run, "extract-features", run.arguments["ckpt"], options.extraction)
     train = load_split(run, "train").check_labeled()
     if not has_labeled_val(run):
         raise MissingInput(
@@ -287,27 +287,18 @@ def execute(run: Run, options: AutoOptions) -> Result:
     if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
         result.summary.append(_describe_ensemble_cost(run, ensemble, rows))
     if options.report:
-        for command, chosen in (
-            ("predict", PredictOptions(trust_code=options.trust_code)),
-            ("evaluate", EvaluateOptions()),
-            ("report", ReportOptions(trust_code=options.trust_code)),
-        ):
-            made = _run_whole(run, command, chosen)
-        result.outputs += made.outputs
-        result.lines.append(f"report: {made.outputs[0]['path']}")
+        _add_report(result, run, trust_code=options.trust_code)
     return result
 
 
-def _run_whole(run: Run, command: str, options: CheckedOptions) -> Result:
-    """Run a command as a user would type it."""
-    step = _derive_run(run, command, options, force=run.write.force)
-    if command == "report":  # which takes several checkpoints
-        step = replace(step, arguments={"ckpt": [run.arguments["ckpt"]]})
-    run.console.info("$ " + step.line.pasted())
-    result: Result = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}").execute(step, options)
-    for text in result.summary:
-        run.console.info("  " + text)
-    return result
+def _add_report(result: Result, run: Run, *, trust_code: bool) -> None:
+    """Predict with what is recommended, evaluate, and write the report."""
+    steps = {"predict": PredictOptions(trust_code=trust_code), "evaluate": EvaluateOptions()}
+    for command, chosen in steps.items():
+        run_command(run, command, run.arguments["ckpt"], chosen)
+    made = run_command(run, "report", run.arguments["ckpt"], ReportOptions(trust_code=trust_code))
+    result.outputs += made.outputs
+    result.lines.append(f"report: {made.outputs[0]['path']}")
 
 
 _SURE = 2  # times an estimate that is right within a factor of three

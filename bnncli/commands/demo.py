@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import bnncli
@@ -16,11 +15,11 @@ from bnncli.commands.hmc import HmcOptions
 from bnncli.commands.refine import RefineOptions
 from bnncli.commands.report import ReportOptions
 from bnncli.errors import MissingInput, OutputExists
-from bnncli.options.command import Command, CommandLine, CommonOptions, ComputeOptions
+from bnncli.options.command import Command, CommonOptions, ComputeOptions
 from bnncli.options.declaration import CheckedOptions, option
 from bnncli.options.predict import PredictOptions
 from bnncli.options.scoring import EvaluateOptions
-from bnncli.session.run import Result, Run
+from bnncli.session.run import Result, Run, run_command
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,8 @@ def execute(run: Run, options: DemoOptions) -> Result:
     )
     total, seconds = Result(), {}
     for command, chosen in steps:
-        given = CommandLine.of(command, str(checkpoint), chosen, run.compute)
-        run.console.info("$ " + given.pasted())
         start = time.monotonic()
-        argument = [checkpoint] if command == "report" else checkpoint  # which takes several
-        step = replace(run, command=command, line=given, arguments={"ckpt": argument}, started=start)
-        result = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}").execute(step, chosen)
-        for line in result.summary:
-            run.console.info("  " + line)
+        result = run_command(run, command, checkpoint, chosen)
         seconds[command] = round(time.monotonic() - start, 2)
         total.add(result)
         if result.tables:  # what evaluate says is what the demo does

@@ -342,7 +342,7 @@ class TableDataset:
         arrays = []
         for name, column in zip(self.roles.inputs, values, strict=True):
             try:
-                with np.errstate(over="ignore"):  # infinity, which is told as such
+                with np.errstate(over="ignore"):  # an infinity is refused with the features
                     array = np.array(_parse_floats(column), np.float32)
             except (ValueError, TypeError, OverflowError):
                 shapes = [_shape_of(value) for value in column]

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from bnncli import registry
 from bnncli.artifacts.freshness import UNKNOWN_MAKER, Followed, check_fresh, is_same_file
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.known_files import State, is_settled, state_of
@@ -35,6 +36,7 @@ from bnncli.options.command import (
     format_command_line,
     own_command,
 )
+from bnncli.options.declaration import CheckedOptions
 from bnncli.progress import SILENT, Progress
 from bnncli.session.revisions import is_another
 from bnncli.system.devices import configure_torch, device_name, select_device
@@ -445,6 +447,21 @@ def begin_run(
         **{"compute": options.get(ComputeOptions, ComputeOptions()), **beside},
     )
     return found, next((options[group] for group in line.groups if group not in SHARED_OPTIONS), None)
+
+
+def run_command(run: Run, command: str, checkpoint: Any, options: CheckedOptions) -> Result:
+    """Run another command on a checkpoint with the options of this run, and show its line and summary."""
+    line = CommandLine.of(command, str(checkpoint), options, run.compute, run.run_options)
+    run.console.info("$ " + line.pasted())
+    module = registry.load_module("commands", command)
+    given = [checkpoint] if module.COMMAND.arguments[0].is_many else checkpoint
+    step = replace(
+        run, command=command, line=line, arguments={"ckpt": given}, naming=NameOptions(), started=time.monotonic()
+    )
+    result: Result = module.execute(step, options)
+    for text in result.summary:
+        run.console.info("  " + text)
+    return result
 
 
 def result_document(run: Run, result: Result) -> dict[str, Any]:

@@ -26,10 +26,8 @@ Number = TypeVar("Number", bound="np.generic")
 
 
 LOST = "worker_lost"  # the code of an error that says only that others have ended
-_ERROR, _OVER = (
-    "error",
-    "over",
-)  # keys of the store: the first error of a worker with its rank, the exit code of the leader
+# Keys of the store: the first error of a worker with its rank, and the exit code of the leader.
+_ERROR, _OVER = "error", "over"
 _ARRIVING = datetime.timedelta(seconds=1)  # for which a lost connection's error is waited
 
 
