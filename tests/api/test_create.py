@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pretend_cuda
 import pytest
 import torch
 from problems.arrays import make_arrays
@@ -110,6 +111,21 @@ def test_a_module_gives_the_features_of_its_forward_pass() -> None:
         module[1].weight.add_(1)
     with pytest.raises(DataError, match="the module's weights have changed since the run was made"):
         run.predict(x)
+
+
+@pytest.mark.filterwarnings("ignore::bnncli.errors.BnnWarning")
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_module_and_its_fits_run_on_a_gpu(where: str) -> None:
+    torch.manual_seed(0)
+    arrays, module = make_arrays(), nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    data = {name: (arrays[f"features_{name}"], arrays[f"labels_{name}"]) for name in ("train", "val")}
+    expected = bnncli.from_torch(module, **data, device="cpu")
+    expected.fit_laplace(prior_precision=3)
+    with pretend_cuda.pretend():  # which refuses tensors of two devices in one call
+        run = bnncli.from_torch(module.to(where), **data, device="cuda")
+        assert run.fit_laplace(prior_precision=3).to_dict()["device"] == "cuda:0"
+        found, own = (one.predict(arrays["features_test"][:5], integrator="probit").probs for one in (run, expected))
+    np.testing.assert_allclose(found, own, atol=1e-5)
 
 
 def test_a_module_may_return_probabilities_or_have_several_labels() -> None:
