@@ -123,6 +123,7 @@ def test_a_module_and_its_fits_run_on_a_gpu(where: str) -> None:
     expected.fit_laplace(prior_precision=3)
     with pretend_cuda.pretend():  # which refuses tensors of two devices in one call
         run = bnncli.from_torch(module.to(where), **data, device="cuda")
+        assert {one.device.type for one in module.parameters()} == {where}
         assert run.fit_laplace(prior_precision=3).to_dict()["device"] == "cuda:0"
         found, own = (one.predict(arrays["features_test"][:5], integrator="probit").probs for one in (run, expected))
     np.testing.assert_allclose(found, own, atol=1e-5)
