@@ -84,7 +84,7 @@ def test_logits_of_pictures_are_those_of_the_librarys_pipeline(tmp_path: Path, k
         made = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
         own = transformers.AutoImageProcessor.from_pretrained(folder)
         expected = made(own(images=items, return_tensors="pt")["pixel_values"]).logits.detach().numpy()
-    assert expected.std(axis=0).min() > 5e-4
+    assert expected.std(axis=0).min() > (5e-4 if transformers.__version__.startswith("4.") else 1e-3)
     np.testing.assert_allclose(logits(saved, items), expected, atol=1e-5)
 
 
