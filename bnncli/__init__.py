@@ -46,7 +46,7 @@ __all__ = [
     "from_predictions",
     "from_torch",
 ]  # not `open`, so that a star import does not hide Python's own
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 
 def open(

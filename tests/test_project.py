@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from bnncli import __version__
 
 pytestmark = pytest.mark.core
 
@@ -47,3 +50,17 @@ def test_an_older_python_is_told_what_is_needed() -> None:
     words = [sys.executable, "-c", "import sys; sys.version_info = (3, 10, 13); import bnncli"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines()[-1] == "ImportError: bnncli needs Python 3.11 or newer; this is Python 3.10"
+
+
+def test_the_citation_names_the_version() -> None:
+    assert f"version: {__version__}" in (ROOT / "CITATION.cff").read_text().splitlines()
+
+
+def test_a_docker_build_gets_every_file_that_the_wheel_is_made_of() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"], *wheel["packages"]}
+    needed |= {name.partition("/")[0] for name in wheel["force-include"]}
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[0] == "*"
+    assert needed == {line.removeprefix("!") for line in lines if line.startswith("!")}
