@@ -58,7 +58,7 @@ def test_a_csv_table_has_every_prediction_of_the_command(cli: Cli, small_run: Pa
         assert [row["predicted"] for row in own] == [content.classes[k] for k in predicted]
         assert [row["label"] for row in own] == [content.classes[k] for k in content.labels]
         assert [int(row["sample_id"]) for row in own] == content.sample_id.tolist()
-        scores = {"entropy": content.entropy, "energy": content.energy, "max_logit": content.max_logit}
+        scores = {name: getattr(content, name) for name in ("entropy", "energy", "max_logit", "combined")}
         for name, values in {"probability": content.probs.max(axis=1), **scores}.items():
             assert np.array_equal(np.array([row[name] for row in own], dtype=np.float32), values)
         union = content.probs[:, :2].sum(axis=1, dtype=np.float64)

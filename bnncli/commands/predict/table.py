@@ -470,7 +470,7 @@ def _build_label_columns(content: PredictionFile, rows: slice, *, level: float |
 
 def _build_example_columns(content: PredictionFile, rows: slice) -> dict[str, Array]:
     """Return the scores (n,) of each example; NaN for scores that the file lacks."""
-    values = {name: getattr(content, name) for name in ("entropy", "mutual_info", "energy", "max_logit")}
+    values = {name: getattr(content, name) for name in ("entropy", "mutual_info", "energy", "max_logit", "combined")}
     missing = np.full(len(content.sample_id[rows]), np.nan, dtype=np.float32)
     return {name: missing if value is None else value[rows] for name, value in values.items()}
 
