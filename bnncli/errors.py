@@ -94,6 +94,9 @@ class DataError(BnnError):
     default_code = "bad_data"
 
 
+UNREADABLE = "unreadable_input"  # code of the DataError for an image or clip that cannot be decoded
+
+
 class MissingInput(BnnError):
     """An input does not exist or cannot be read."""
 

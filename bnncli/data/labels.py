@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +13,9 @@ import numpy as np
 from bnncli.errors import DataError, MissingInput
 from bnncli.likelihoods import MULTILABEL
 from bnncli.names import count_noun, format_names, is_split, quote_name
-from bnncli.system.input_files import convert_read_errors
+from bnncli.numerics.digests import file_sha256
+from bnncli.progress import Progress
+from bnncli.system.input_files import convert_read_errors, open_regular
 
 if TYPE_CHECKING:
     from bnncli.data.splits import InputSplit
@@ -338,6 +340,28 @@ class ClassFolderFiles(NamedTuple):
     labels: np.ndarray | None
     classes: tuple[str, ...] | None
     note: str = ""
+
+
+def hash_files(files: Sequence[Path], progress: Progress, what: str) -> list[str]:
+    """Return the hexadecimal SHA-256 of each file; "" for a file that is missing or cannot be opened."""
+    found = []
+    task = progress.task(f"hash {what}", len(files))
+    for file in files:
+        try:
+            with open_regular(file) as stream:
+                found.append(file_sha256(stream))
+        except MissingInput:
+            found.append("")
+        task.advance()
+    return found
+
+
+def check_hashed(files: Sequence[Path], hashes: Sequence[str], rows: np.ndarray) -> None:
+    """Raise MissingInput for the first file among these rows (n,) that hash_files could not open."""
+    for row in rows.tolist():
+        if not hashes[row]:
+            with open_regular(files[row]):
+                pass
 
 
 def files_in(folder: Path, suffixes: Collection[str], what: str) -> ClassFolderFiles:

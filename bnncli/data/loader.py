@@ -17,10 +17,13 @@ from torch.utils import data as torch_data
 
 from bnncli.data.pixels import ImageCounts, count_images
 from bnncli.data.transform import Transform, apply_transform
-from bnncli.errors import BnnError, DeviceError
+from bnncli.errors import BnnError, DataError, DeviceError, MissingInput, ReadError
 
 if TYPE_CHECKING:
     from bnncli.data.splits import Dataset, Stored
+
+
+_CHECKED = 32  # rows read at once to find unreadable ones
 
 
 class Chunk(NamedTuple):
@@ -73,6 +76,32 @@ def read_ahead(
         yield outcome
 
 
+def find_unreadable(
+    dataset: Dataset,
+    rows: np.ndarray,
+    *,
+    num_workers: int,
+    transform: Transform | None = None,
+    where: str = "",
+) -> Iterator[tuple[int, list[tuple[int, str]]]]:
+    """Read all rows (N,) and yield, block by block, the number of rows and those that cannot be read, each with the reason.
+
+    Raises:
+        BnnError: another failure than of a row, such as a dead worker or too many open files.
+    """
+    chunks = [rows[start : start + _CHECKED] for start in range(0, len(rows), _CHECKED)]
+    checks = _Checks(dataset, chunks, transform, where)
+    outcomes = (
+        (checks[index] for index in range(len(checks)))
+        if num_workers == 0
+        else _load_with_workers(_loader(checks, num_workers), where)
+    )
+    for chunk, outcome in zip(chunks, outcomes, strict=True):
+        if isinstance(outcome, BnnError):
+            raise outcome
+        yield len(chunk), outcome
+
+
 def _load_in_process(batches: _Chunks) -> Iterator[Chunk | BnnError]:
     return (batches[index] for index in range(len(batches)))
 
@@ -97,7 +126,7 @@ def _load_with_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterat
                     if str(error).startswith("Caught "):  # raised in a worker while reading
                         raise
                     raise _worker_death_error(batches, error, where) from error
-                yield outcome if isinstance(outcome, BnnError) else _map_parts(outcome, _convert_to_tensor)
+                yield _map_parts(outcome, _convert_to_tensor) if isinstance(outcome, Chunk) else outcome
         finally:
             batches._shutdown_workers()  # type: ignore[attr-defined]  # torch waits for the collector to do it
 
@@ -169,13 +198,29 @@ class _Chunks(torch_data.Dataset[Any]):
         return Chunk(_tensors(raw), labels, isinstance(raw, Mapping), images=images)
 
 
+class _Checks(_Chunks):
+    """The same batches, as lists of their unreadable rows with the reasons."""
+
+    def __getitem__(self, index: int) -> list[tuple[int, str]] | BnnError:  # type: ignore[override]
+        if not isinstance(super().__getitem__(index), BnnError):
+            return []
+        found = []
+        for row in self.chunks[index]:
+            outcome = _Chunks(self.dataset, [row[None]], self.transform, self.where)[0]
+            if isinstance(outcome, DataError | MissingInput | ReadError):
+                found.append((int(row), outcome.message))
+            elif isinstance(outcome, BnnError):
+                return outcome
+        return found
+
+
 def _convert_to_arrays(outcome: Any) -> Any:
-    """Convert a chunk's tensors to arrays, which workers send through a pipe; errors pass unchanged.
+    """Convert a chunk's tensors to arrays, which workers send through a pipe; all else passes unchanged.
 
     Tensors would go through /dev/shm. Containers have 64 MiB of it by default, and a worker that finds it full sends
     nothing, so the command would hang.
     """
-    return outcome if isinstance(outcome, BnnError) else _map_parts(outcome, _convert_to_array)
+    return _map_parts(outcome, _convert_to_array) if isinstance(outcome, Chunk) else outcome
 
 
 def _map_parts(chunk: Chunk, change: Callable[[Any], Any]) -> Chunk:

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import UNREADABLE, DataError, UsageError
 from bnncli.lazy import torch
 from bnncli.names import format_names, quote_name
 from bnncli.system.input_files import is_failure
@@ -277,7 +277,7 @@ def open_image(stream: IO[bytes], where: str, path: Path | None = None) -> Itera
         if is_failure(error):
             raise
         why = "unknown image format" if isinstance(error, UnidentifiedImageError) else error
-        raise DataError(f"cannot decode {where}: {why}", path=path) from error
+        raise DataError(f"cannot decode {where}: {why}", code=UNREADABLE, path=path) from error
 
 
 def common_mode(modes: set[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bnncli.data.labels import check_labels
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import UNREADABLE, DataError, UsageError
 from bnncli.names import quote_name
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
@@ -165,7 +165,7 @@ def _missing_library_error(purpose: str, why: str = "is not installed") -> Usage
 
 
 def _damage_error(where: str, why: str, path: Path | None) -> DataError:
-    return DataError(f"cannot decode {where}: {why}", path=path)
+    return DataError(f"cannot decode {where}: {why}", code=UNREADABLE, path=path)
 
 
 _MOST_CHANNELS = 8

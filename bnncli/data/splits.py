@@ -385,9 +385,8 @@ class InputSplit:
         """
         from bnncli.data.loader import read_ahead  # imports torch
 
-        dataset = self.dataset.opened if isinstance(self.dataset, CachedDataset) else self.dataset
         chunks = read_ahead(
-            dataset if self.shift is None else ShiftedDataset(dataset, self.shift, self.spec),
+            self._opened,
             self.rows,
             batch_size,
             num_workers=num_workers,
@@ -401,6 +400,30 @@ class InputSplit:
                 labels = labels.new_tensor(self.numbering.of(labels.numpy()))
             inputs = self._ready(chunk, device)
             yield Batch(inputs, labels, chunk.num_truncated, chunk.num_converted, chunk.lengths, chunk.images)
+
+    def find_unreadable(self, *, num_workers: int = 0, progress: Progress = SILENT) -> list[tuple[int, str]]:
+        """Read every example; return the positions (0 to N - 1) of those that cannot be read, each with the reason.
+
+        Raises:
+            DeviceError: a reader process died, or too many files are open.
+        """
+        from bnncli.data.loader import find_unreadable  # imports torch
+
+        place = {row: position for position, row in enumerate(self.rows.tolist())}
+        task = progress.task(f"check {self.name}".strip(), len(self))
+        found = []
+        for count, rows in find_unreadable(
+            self._opened, self.rows, num_workers=num_workers, transform=self.preprocess.transform, where=self.spec
+        ):
+            found += [(place[row], why) for row, why in rows]
+            task.advance(count)
+        return found
+
+    @property
+    def _opened(self) -> Dataset:
+        """The data set, opened, its images shifted."""
+        dataset = self.dataset.opened if isinstance(self.dataset, CachedDataset) else self.dataset
+        return dataset if self.shift is None else ShiftedDataset(dataset, self.shift, self.spec)
 
     def _ready(self, chunk: Chunk, device: torch.device | str) -> Inputs:
         """Return what was read, on the device, in the form the network takes."""

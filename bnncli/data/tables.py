@@ -16,14 +16,13 @@ from PIL import Image
 
 from bnncli.data.arrays import TOKEN_IDS
 from bnncli.data.columns import INPUTS, LABEL, Columns, Roles, find_roles, split_place
-from bnncli.data.labels import IF_UNKNOWN, check_labels
+from bnncli.data.labels import IF_UNKNOWN, check_hashed, check_labels, hash_files
 from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
 from bnncli.data.sound import Sound, check_decodable, decode_sound
 from bnncli.data.table_files import FILE, LIST, Blocks, Table, files_of
 from bnncli.data.transform import normalise_dtype
-from bnncli.errors import DataError
+from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.names import format_names, quote_name
-from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
 
@@ -300,22 +299,23 @@ class TableDataset:
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """Return digests of the files and of images or sound they name, the columns, class names, and the rows."""
         found = {
-            "sha256": np.array(self._digests(progress)),
+            "sha256": np.array(self._digests(rows, progress)),
             "columns": np.array([self.roles.kind, *self.roles.inputs, "label", *self.roles.labels]),
             "classes": np.array(self.classes or (), dtype=str),
             "rows": rows,
         }
         return found if self.roles.kind != "image" else {**found, "mode": np.array([self.mode])}
 
-    def _digests(self, progress: Progress) -> list[str]:
+    def _digests(self, rows: np.ndarray, progress: Progress) -> list[str]:
         """Return digests of the table and of the files that it names, computed once for all splits of a table."""
+        places = [self._file(name) for name in self.paths or ()]
         if not self._known_digests:
             self._known_digests.extend(self.table.digests(progress))
-            task = progress.task(f"hash {'audio' if self.roles.kind == 'audio' else 'images'}", len(self.paths or ()))
-            for name in self.paths or ():
-                with open_regular(self._file(name)) as stream:
-                    self._known_digests.append(file_sha256(stream))
-                task.advance()
+            self._known_digests.extend(
+                hash_files(places, progress, "audio" if self.roles.kind == "audio" else "images")
+            )
+        if places:
+            check_hashed(places, self._known_digests[-len(places) :], rows)
         return self._known_digests
 
     def _texts(self, rows: np.ndarray, values: list[list[Any]]) -> list[Any]:
@@ -451,11 +451,17 @@ def table_dataset(table: Table, named: Mapping[str, str], preprocess: Preprocess
 
 
 def _mode(dataset: TableDataset, preprocess: Preprocess) -> str:
-    """Return the image mode of the model; without one, grey if the first image is."""
+    """Return the image mode of the model; without one, grey if the first readable image is."""
     if preprocess.transform is not None:
         return preprocess.transform.mode or "RGB"
-    first = dataset.table.read(np.zeros(1, np.int64), dataset.roles.inputs)[0][0]
-    return dataset._image(0, first).mode
+    first: BnnError | None = None
+    for row in range(len(dataset)):
+        try:
+            return dataset._image(row, dataset.table.read(np.array([row]), dataset.roles.inputs)[0][0]).mode
+        except (DataError, MissingInput) as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _labels(table: Table, roles: Roles, values: list[list[Any]], where: str) -> Labels:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bnncli.errors import UsageError
+from bnncli.options import shared
 from bnncli.options.declaration import CheckedOptions, check_suffix, declarations, declare_option_group, option
 from bnncli.options.shared import chosen_layers_option, trust_code_option
 
@@ -56,6 +57,8 @@ class PredictOptions(CheckedOptions):
         numeric=False,
         group="What to predict",
     )
+    skip_unreadable: bool = shared.skip_unreadable("What to predict", is_rare=True)
+    max_skipped: float | None = shared.max_skipped("What to predict")
     keep_features: bool = option(
         False, "Store the features of new data as splits of the run.", numeric=False, group="Output"
     )
@@ -142,6 +145,7 @@ class PredictOptions(CheckedOptions):
 
     def check_together(self) -> None:
         """Raise UsageError for an option given without the option that it needs."""
+        shared.check_skipped(self.skip_unreadable, self.max_skipped)
         for flag, is_given in (
             ("\0merge\0", self.merge),
             ("\0probabilities\0", self.probabilities),
@@ -155,6 +159,8 @@ class PredictOptions(CheckedOptions):
             raise UsageError("\0idle\0 stops \0follow\0: add \0follow\0 DIR")
         elif self.keep_features:
             raise UsageError("\0keep_features\0 applies to new data: add \0data\0 SPLIT=SPEC")
+        elif self.skip_unreadable:
+            raise UsageError("\0skip_unreadable\0 applies to new data: add \0data\0 SPLIT=SPEC")
         if self.top_k is None and (self.top_k_threshold, self.top_k_cap) != (None, None):
             raise UsageError("\0top_k_threshold\0 and \0top_k_cap\0 apply to \0top_k\0: add \0top_k\0 neighbor or best")
 
@@ -177,6 +183,8 @@ class PredictOptions(CheckedOptions):
             raise UsageError(f"{flag} writes a table: add \0table\0 FILE")
         if self.keep_features:
             self._check_is_split()
+        if self.follow is not None and self.skip_unreadable:
+            raise UsageError("\0skip_unreadable\0 is for \0data\0: \0follow\0 leaves out unreadable files in any case")
         if self.follow is not None and not self.table.lower().endswith(".csv"):
             raise UsageError(f"\0follow\0 appends to a .csv table; got \0table\0 {self.table}")
 

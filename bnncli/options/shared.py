@@ -260,6 +260,36 @@ def background() -> Any:
     )
 
 
+def skip_unreadable(group: str = "Data", *, is_rare: bool = False) -> Any:
+    """Declare the option to leave out examples that cannot be read."""
+    return option(
+        False,
+        "Leave out examples that cannot be read, such as damaged images, and list them with the reasons in a file. Reads the data twice.",
+        group=group,
+        numeric=False,
+        is_rare=is_rare,
+    )
+
+
+def max_skipped(group: str = "Data") -> Any:
+    """Declare the option for the largest share of a split that may be unreadable."""
+    return option(
+        None,
+        "Fail if \0skip_unreadable\0 would leave out more than this share of a split. Default: 0.01.",
+        minimum=0,
+        maximum=1,
+        group=group,
+        numeric=False,
+        is_rare=True,
+    )
+
+
+def check_skipped(skip_unreadable: bool, max_skipped: float | None) -> None:
+    """Raise UsageError for a largest share of unreadable examples where none may be left out."""
+    if max_skipped is not None and not skip_unreadable:
+        raise UsageError("\0max_skipped\0 limits \0skip_unreadable\0: add \0skip_unreadable\0")
+
+
 def num_workers() -> Any:
     """Declare the option for the number of reader processes."""
     return option(

@@ -27,6 +27,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.numerics.random import stream_seed
 from bnncli.session.predictions import PredictionGroup
 from bnncli.session.run import ModelFiles, Run
+from bnncli.session.unreadable import SkippedExamples
 from bnncli.system import user_code
 
 _OF_IMAGE_FILES = ("no_exif", "background")  # options that only some commands have
@@ -77,6 +78,7 @@ def open_splits(
     ood: Sequence[str] = (),
     shift: Shift | None = None,
     classes: tuple[str, ...] | None = None,
+    skipped: SkippedExamples | None = None,
 ) -> list[InputSplit]:
     """Open and check every split of --data, --ood and --hold-out; train first.
 
@@ -86,6 +88,7 @@ def open_splits(
         ood: splits without labels, each as SPLIT=SPEC.
         shift: applied to the images of all of these splits.
         classes: names of the network's outputs; None for those of the saved model.
+        skipped: leaves out and notes the examples that cannot be read; None to leave none out.
 
     Raises:
         UsageError: a repeated name or a malformed spec.
@@ -110,6 +113,8 @@ def open_splits(
                 raise UsageError(f"{flag}: two splits are called {name!r}")
             split = load_split(spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name))
             split = replace(split.as_ood() if flag == "\0ood\0" else split, shift=shift)
+            if skipped is not None:
+                split = skipped.leave_out(split)
             splits[name] = match_classes(split, classes)
     for text in options.hold_out:
         splits = hold_out(splits, text, seed=seed)

@@ -47,7 +47,11 @@ COMPANIONS = {
         {"layers": "all", "structure": "subnetwork"},
     ),
     "auto": ({"model": "lenet5", "data": "a=npz:x"},),
-    "extract-features": ({"model": "lenet5", "data": "a=npz:x"}, {"from_npz": "x"}),
+    "extract-features": (
+        {"model": "lenet5", "data": "a=npz:x"},
+        {"from_npz": "x"},
+        {"model": "lenet5", "data": "a=npz:x", "skip_unreadable": None},
+    ),
     "hmc": ({"layers": "all"},),
     **dict.fromkeys(("fit-sghmc", "fit-swag"), ({"layers": "all"},)),
     "fit-vi": ({"layers": "all"}, {"estimator": "reparam"}),
@@ -65,7 +69,9 @@ def sample(command: Any, name: str) -> tuple[list[str], list[str]]:
         for beside in ({}, *COMPANIONS.get(command.name, ())):
             texts = {**beside, name: value}
             with contextlib.suppress(UsageError, ValueError):
-                values = {key: _parse_text(text, options[key][1], "") for key, text in texts.items()}
+                values = {
+                    key: True if text is None else _parse_text(text, options[key][1], "") for key, text in texts.items()
+                }
                 for group in command.groups:
                     build_options(group, values)
                 return words_of(name, None if alone else value), [

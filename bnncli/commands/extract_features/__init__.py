@@ -24,6 +24,7 @@ from bnncli.registry import check_name, has_name, names
 from bnncli.session.network import end
 from bnncli.session.network_fit import MISREAD, read_recorded_fit
 from bnncli.session.run import Result, Run, own_files
+from bnncli.session.unreadable import suggest_skipping
 from bnncli.system.input_files import convert_read_errors
 from bnncli.system.workers import worker_pool
 
@@ -78,6 +79,8 @@ class ExtractFeaturesOptions(CheckedOptions):
         group="Data",
     )
     hold_out: list[str] = shared.hold_out()
+    skip_unreadable: bool = shared.skip_unreadable()
+    max_skipped: float | None = shared.max_skipped()
     from_npz: str | None = option(
         None,
         "Arrays from your own feature extractor: features_<split>, labels_<split>, head_weight, head_bias.",
@@ -168,6 +171,7 @@ class ExtractFeaturesOptions(CheckedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        shared.check_skipped(self.skip_unreadable, self.max_skipped)
         if self.classes is not None and self.from_npz is not None:
             raise UsageError("\0classes\0 needs \0model\0: labels in \0from_npz\0 are numbers")
         if self.model is not None and self.from_npz is not None:
@@ -251,7 +255,7 @@ def execute(run: Run, options: ExtractFeaturesOptions) -> Result:
     others = worker_pool()
     if others is not None and not others.is_leader:
         return lend_to_first(run, options, saved, others)
-    with suggest_own_model(run, options):
+    with suggest_own_model(run, options), suggest_skipping():
         result = _from_network(run, options, saved)
     if others is not None:
         end(others)
@@ -280,7 +284,11 @@ def _report_fits(run: Run, result: Result, causes: Callable[[str], str]) -> None
     Args:
         causes: returns what may be wrong with the inputs of a split.
     """
-    written = [] if run.write.dry_run else [Path(one["path"]) for one in result.outputs if one["role"] != "map"]
+    written = (
+        []
+        if run.write.dry_run
+        else [Path(one["path"]) for one in result.outputs if one["role"] not in ("map", "skipped")]
+    )
     found = {path.stem: fit for path in written if (fit := read_recorded_fit(read_header(path))) is not None}
     if not found:
         return

@@ -139,6 +139,7 @@ def open_ready_splits(options: ExtractFeaturesOptions, *, seed: int) -> tuple[li
         ("--last-layer", options.last_layer),
         ("--output", options.output),
         ("--state", options.state),
+        ("--skip-unreadable", options.skip_unreadable),
     ):
         if value:
             raise UsageError(f"{flag} needs a network; --from-npz takes finished features")

@@ -47,6 +47,7 @@ from bnncli.session.network_fit import NetworkFit, describe_input_differences, f
 from bnncli.session.produce import ComputationOutput, Request, Work
 from bnncli.session.run import Result, Run, own_files
 from bnncli.session.splits import check_network_file, check_outputs, open_splits, shift_params, user_sources
+from bnncli.session.unreadable import SkippedExamples
 from bnncli.system.workers import Team, worker_pool
 
 if TYPE_CHECKING:
@@ -323,7 +324,13 @@ class NetworkExtraction:
             ood=self.options.ood,
             shift=parse_shift(self.run, self.options),
             classes=self.options.class_names,
+            skipped=self.skipped,
         )
+
+    @cached_property
+    def skipped(self) -> SkippedExamples | None:
+        """Return what notes unreadable examples; None where they are refused."""
+        return SkippedExamples.asked(self.run.console, self.options, self.options.num_workers)
 
     @cached_property
     def requests(self) -> list[Request]:
@@ -356,7 +363,10 @@ class NetworkExtraction:
             self.run.console.warn(warning)
         for split in self.splits if not self.run.write.dry_run else ():
             self._known(split.name).keep()
-        return combine_results(self.run, results)
+        result = combine_results(self.run, results)
+        if self.skipped is not None and not self.run.write.dry_run:
+            self.skipped.list_in(result, lambda name: self.run.folder.features(name).with_suffix(".skipped.csv"))
+        return result
 
     def better_scaling(self, name: str) -> str | None:
         """Describe a scaling with which a misread split fits far better; None without one, or if the network is not open."""
@@ -457,6 +467,7 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         ood=options.ood,
         shift=parse_shift(run, options),
         classes=options.class_names,
+        skipped=SkippedExamples.asked(run.console, options, options.num_workers),
     )
 
     if not turns.has_begun(crew):

@@ -35,6 +35,7 @@ from bnncli.session.predictor import (
 from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run
+from bnncli.session.unreadable import suggest_skipping
 from bnncli.system.workers import is_leader
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ COMMAND = Command(
     (
         "bnncli predict ckpt.pt",
         "bnncli predict ckpt.pt --posterior laplace --integrator all --split test",
-        "bnncli predict ckpt.pt --layers all --integrator logit-mc",
         "bnncli predict ckpt.pt --data new=images:incoming --table new.csv",
         "bnncli predict ckpt.pt --follow incoming --table new.csv",
     ),
@@ -148,7 +148,8 @@ def _predict_new(run: Run, options: PredictOptions) -> Result:
     if not pairs:
         raise DataError("no posterior of the run works with the integrator", hint=run.suggest("status"))
     makers = [Maker(replace(predictor), choice, source.content_digest) for predictor, choice, source in pairs]
-    return predict_new(run, options, makers, merges)
+    with suggest_skipping():
+        return predict_new(run, options, makers, merges)
 
 
 def _split_names(run: Run, options: PredictOptions) -> list[str]:

@@ -62,6 +62,7 @@ from bnncli.session.network import RecordedNetwork
 from bnncli.session.network_fit import difference, reference_of
 from bnncli.session.predictor import IntegratorChoice, Predictor
 from bnncli.session.run import Result, Run
+from bnncli.session.unreadable import SkippedExamples
 from bnncli.system.input_files import convert_read_errors
 from bnncli.system.workers import team
 
@@ -110,7 +111,12 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
         return done
     check_table_path(run, target, [maker.predictor.path for maker in makers])
     added = _open_as_splits(run, options, new) if options.keep_features else None
-    splits = [new.split(*named) for named in _parse_named_data(options)] if added is None else added.splits
+    skipped = SkippedExamples.asked(run.console, options)
+    if added is not None:
+        splits = added.splits
+    else:
+        splits = [new.split(*named) for named in _parse_named_data(options)]
+        splits = splits if skipped is None else [skipped.leave_out(split) for split in splits]
     if any(split.names is not None for split in splits):
         new = replace(new, shown=replace(shown, has_names=True))
     counts = ", ".join(f"{len(split):,} of {split.name}" for split in splits)
@@ -141,6 +147,10 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
             summary=[f"predicted {counts} in {seconds:.1f} s; {kept}", *alarm_lines],
         )
     )
+    if skipped is not None and added is None:
+        skipped.list_in(
+            total, lambda name: target.with_suffix(".skipped.csv" if len(splits) == 1 else f".{name}.skipped.csv")
+        )
     total.metrics = {"examples": num_rows, "posteriors": len(makers), "seconds": seconds}
     total.extra = {"decisions": alarms}
     return total
@@ -690,11 +700,12 @@ class AddedSplits:
 
     Args:
         recorded: network that computed the run's features.
-        data, ood: the splits, each as SPLIT=SPEC.
+        given: names the splits.
     """
 
-    def __init__(self, run: Run, recorded: RecordedNetwork, *, data: Sequence[str], ood: Sequence[str]) -> None:
-        options = replace(_recorded_options(recorded), data=[*data], ood=[*ood])
+    def __init__(self, run: Run, recorded: RecordedNetwork, given: PredictOptions) -> None:
+        own = {name: getattr(given, name) for name in ("data", "ood", "skip_unreadable", "max_skipped")}
+        options = replace(_recorded_options(recorded), **own)
         line = CommandLine.of("extract-features", str(run.arguments["ckpt"]), options)
         maker = replace(run, command=line.command, line=line)
         self._recorded, network = recorded, recorded.network
@@ -720,7 +731,7 @@ def _open_as_splits(run: Run, options: PredictOptions, new: NewData) -> AddedSpl
     for text, flag in _parse_named_data(options):
         new.check_trusted(text, flag)
     with replace_hints():
-        added = AddedSplits(run, new.reader.recorded, data=options.data, ood=options.ood)
+        added = AddedSplits(run, new.reader.recorded, options)
     added.check_replaces_none()
     return added
 

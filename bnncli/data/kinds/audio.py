@@ -12,13 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bnncli.data.labels import files_in
+from bnncli.data.labels import check_hashed, files_in, hash_files
 from bnncli.data.pixels import Preprocess
 from bnncli.data.sound import SUFFIXES, Sound, check_decodable, read_sound
-from bnncli.numerics.digests import file_sha256
 from bnncli.options.declaration import Form
 from bnncli.progress import Progress
-from bnncli.system.input_files import open_regular
 
 FORM = Form("audio:DIR", 31, "A folder of sound files, one subfolder per class.")
 
@@ -55,12 +53,9 @@ class AudioDataset:
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """Return names and digests of all files, and the rows."""
-        hashes = []
-        task = progress.task("hash audio", len(self))
-        for name in self.files:
-            with open_regular(self.folder / name) as stream:
-                hashes.append(file_sha256(stream))
-            task.advance()
+        places = [self.folder / name for name in self.files]
+        hashes = hash_files(places, progress, "audio")
+        check_hashed(places, hashes, rows)
         return {"files": np.array(self.files), "sha256": np.array(hashes), "rows": rows}
 
 

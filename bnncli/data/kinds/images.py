@@ -1,6 +1,6 @@
 """`images:DIR`: image files in one folder per class, or unlabelled images directly in DIR.
 
-Classes are the folder names, sorted. Images are grey if the first image of every class is, else RGB.
+Classes are the folder names, sorted. Images are grey if the first readable image of every class is, else RGB.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from bnncli.data.labels import files_in
+from bnncli.data.labels import check_hashed, files_in, hash_files
 from bnncli.data.pixels import (
     SUFFIXES,
     Preprocess,
@@ -23,8 +23,8 @@ from bnncli.data.pixels import (
     open_image,
     resize_and_crop,
 )
+from bnncli.errors import DataError
 from bnncli.names import quote_name
-from bnncli.numerics.digests import file_sha256
 from bnncli.options.declaration import Form
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
@@ -80,12 +80,9 @@ class ImageDataset:
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """Return names and digests of all files, the mode they are decoded to, and the rows."""
-        hashes = []
-        task = progress.task("hash images", len(self))
-        for name in self.files:
-            with open_regular(self.folder / name) as stream:
-                hashes.append(file_sha256(stream))
-            task.advance()
+        places = [self.folder / name for name in self.files]
+        hashes = hash_files(places, progress, "images")
+        check_hashed(places, hashes, rows)
         return {"files": np.array(self.files), "sha256": np.array(hashes), "mode": np.array([self.mode]), "rows": rows}
 
     def _image(self, name: str) -> Image.Image:
@@ -118,12 +115,11 @@ def image_dataset(
     classes: tuple[str, ...] | None,
     preprocess: Preprocess,
 ) -> ImageDataset:
-    """Create a data set of image files with labels (N,), decoded to the transform's mode, else like each class's first one."""
+    """Create a data set of image files with labels (N,), decoded to the transform's mode, else like each class's first readable one."""
     if preprocess.transform is not None:
         mode = preprocess.transform.mode or "RGB"
     else:
-        firsts = np.unique(labels, return_index=True)[1] if labels is not None else np.arange(len(files))[:1]
-        mode = _mode(folder, [files[row] for row in firsts.tolist()])
+        mode = _mode(folder, files, np.zeros(len(files), np.int64) if labels is None else labels)
     return ImageDataset(folder, tuple(files), labels, classes, mode, preprocess)
 
 
@@ -142,10 +138,21 @@ def _open_file(folder: Path, name: str) -> Iterator[Image.Image]:
         yield image
 
 
-def _mode(folder: Path, first_files: list[str]) -> str:
-    """Return L if the first image of every class is grey, else RGB."""
-    modes = set()
-    for name in first_files:
-        with _open_file(folder, name) as image:
-            modes.add(image.mode)
-    return common_mode(modes)
+def _mode(folder: Path, files: Sequence[str], labels: np.ndarray) -> str:
+    """Return L if the first readable image of every class is grey, else RGB.
+
+    Raises:
+        DataError: no image of a class can be decoded.
+    """
+    modes: dict[int, str] = {}
+    damaged: dict[int, DataError] = {}
+    for name, label in zip(files, labels.tolist(), strict=True):
+        if label not in modes:
+            try:
+                with _open_file(folder, name) as image:
+                    modes[label] = image.mode
+            except DataError as error:
+                damaged.setdefault(label, error)
+    if unknown := {*damaged} - {*modes}:
+        raise damaged[min(unknown)]
+    return common_mode({*modes.values()})
