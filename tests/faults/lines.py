@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ name = "kron"
 structure = "kron"
 prior-precision = 3
 """
+_CARD = ("--model-card", "card.md") if find_spec("yaml") else ()
 ONE_AND_TWO = (("1", "one"), ("2", "two"))
 
 
@@ -310,8 +312,8 @@ LINES = {
         ),
         Line(
             "report",
-            ("small", "--posterior", "laplace", "--out", "report.html", "--figures", "figures"),
-            ("report.html", "figures/*.png"),
+            ("small", "--posterior", "laplace", "--out", "report.html", "--figures", "figures", *_CARD),
+            ("report.html", "figures/*.png", *_CARD[1:]),
             None,
             (_TRAIN, _LAPLACE),  # of other damage the page says that it is there
         ),
@@ -346,7 +348,7 @@ LINES = {
     )
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.
-WRITTEN = {"--plot", "--figures", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
+WRITTEN = {"--plot", "--figures", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir", "--model-card"}
 READ = {"--follow", "--exclude", "--config", "--from-npz", "--base-model", "--data", "--checkpoints", "--classes"}
 
 

@@ -63,6 +63,13 @@ class ReportOptions(CheckedOptions):
     figure_format: list[str] = option(
         [], "Format of the figure files. Default: png.", choices=FIGURE_FORMATS, metavar="png|pdf|svg"
     )
+    model_card: str | None = option(
+        None,
+        "Also write a section on the run, and its scores as metadata, into this Hugging Face model card. "
+        "Everything else in the file stays; a missing file is created.",
+        metavar="FILE",
+        writes=True,
+    )
     trust_code: bool = trust_code_option(is_recorded=False)
     accept_poor_network: bool = accept_poor_network_option(is_recorded=False)
 
@@ -70,8 +77,10 @@ class ReportOptions(CheckedOptions):
         super().__post_init__()
         if self.figure_format and self.figures is None:
             raise UsageError("\0figure_format\0 needs a folder for the figures: add \0figures\0 DIR")
-        if self.out is not None and Path(self.out).name in ("", ".."):
-            raise UsageError(f"\0out\0: expected a file; got {self.out!r}", hint="add a file name: \0out\0 FOLDER/NAME")
+        for name, value in (("out", self.out), ("model_card", self.model_card)):
+            if value is not None and Path(value).name in ("", ".."):
+                hint = f"add a file name: \0{name}\0 FOLDER/NAME"
+                raise UsageError(f"\0{name}\0: expected a file; got {value!r}", hint=hint)
 
     @property
     def forms(self) -> list[str]:
@@ -88,6 +97,7 @@ COMMAND = Command(
     (
         "bnncli report ckpt.pt",
         "bnncli report ckpt.pt --out report.html --figures figures --figure-format pdf",
+        "bnncli report ckpt.pt --model-card README.md",
         "bnncli report seed-1.pt seed-2.pt seed-3.pt",
     ),
     (Argument("ckpt", "Checkpoints to report on. If you give several, they are compared.", is_many=True),),
@@ -144,6 +154,12 @@ def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
     check_page_path(path, _FLAG, collect_options(runs, options), force=run.write.force, others=others)
     if options.figures is not None:  # their names are known only after the work
         check_writable(Path(options.figures), hint="choose another place with --figures")
+    if options.model_card is not None:
+        if len(runs) > 1:
+            raise UsageError(f"\0model_card\0 needs one checkpoint; got {len(runs)}")
+        from bnncli.commands.report.card import check_card  # slow to import, like the work
+
+        check_card(run, Path(options.model_card), [path, *others])
     return path
 
 
@@ -162,11 +178,16 @@ _SIZE = 1 << 20
 
 def build_dry_run_result(path: Path, options: ReportOptions) -> Result:
     """Return the result of --dry-run."""
-    output = {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
+    output: list[dict[str, Any]] = [
+        {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
+    ]
     lines = [f"write: {path}"]
     if options.figures is not None:
         lines.append(f"draw: figures into {options.figures}, as {', '.join(options.forms)}")
-    return Result("planned", [output], lines=lines)
+    if options.model_card is not None:
+        output.append({"role": "model-card", "path": options.model_card, "planned": "compute"})
+        lines.append(f"write: {options.model_card}")
+    return Result("planned", output, lines=lines)
 
 
 @contextmanager
@@ -184,16 +205,27 @@ def lock_page(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
 
 def _write_page(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> Result:
     from bnncli.commands.report import whole
+    from bnncli.commands.report.card import build_card
 
     with report_interruption(UNWRITTEN):
-        sections, summaries = whole.build_sections(runs, options)
+        subjects = whole.open_subjects(runs, options)
+        sections, summaries = whole.build_sections(runs, subjects)
         figures = [figure for section in sections for figure in section.figures]
         paths = figure_paths(run, figures, path, options)
         content = whole.build_page(runs, sections, collect_options(runs, options))
+        card = None if options.model_card is None else build_card(subjects[0], Path(options.model_card))
     result = write_files(run, (path, content), figures, paths)
+    if card is not None:
+        with report_interruption("the report was written, but not the model card"):
+            result.add(_publish_file("model-card", Path(options.model_card or ""), card, _write_behind_link))
     result.summary = [*summaries, count_noun(len(figures), "figure")]
     result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}
     return result
+
+
+def _write_behind_link(target: Path, content: bytes) -> str:
+    """Publish a file of the user's where it lies: a link to it stays one."""
+    return write_page(target.resolve(), content)
 
 
 def figure_paths(run: Run, figures: Sequence[FigureContent], page: Path, options: ReportOptions) -> list[Path]:

@@ -416,9 +416,11 @@ def origins(subject: Subject) -> list[Block]:
         columns,
         [_row(entry) for entry in made[:_MOST_ROWS]],
     )
-    network = try_find(partial(_network, subject))
+    network = try_find(partial(describe_network, subject))
     blocks: list[Block] = [
-        network if isinstance(network, Missing) else paragraph(network),
+        network
+        if isinstance(network, Missing)
+        else paragraph(f"{network} These commands, in this order, produce what this report shows.".lstrip()),
         commands(list(dict.fromkeys(lines))),
         first,
         table,
@@ -620,23 +622,20 @@ def shorten_text(item: Any) -> str | None:
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
 
 
-def _network(subject: Subject) -> str:
-    """Describe the network of the run in a sentence."""
+def describe_network(subject: Subject) -> str:
+    """Describe the network of the run in a sentence; "" if no features can be read."""
     headers = [
         try_find(partial(read_header, subject.run.folder.features(name))) for name in subject.run.folder.splits()
     ]
     header = next((one for one in headers if isinstance(one, Header)), None)
     if header is None:
-        return "These commands, in this order, produce what this report shows."
+        return ""
     with convert_lookup_errors(header.path):
         record, params = header.provenance.get("checkpoint"), header.provenance.get("params", {})
         model = f"the model {params['model']}" if params.get("model") else "ready features"
         digest = "" if record is None else f" (weights {_shorten_digest(str(record['weights_digest']))})"
         size = int(header.meta["num_features"])
-    return (
-        f"Checkpoint {subject.name}{digest}, {model}, {size} features per example. These commands, in this "
-        "order, produce what this report shows."
-    )
+    return f"Checkpoint {subject.name}{digest}, {model}, {size} features per example."
 
 
 Found = TypeVar("Found")

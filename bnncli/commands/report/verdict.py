@@ -34,7 +34,6 @@ from bnncli.options.scoring import Quantity
 from bnncli.session.network_fit import find_misread_splits
 from bnncli.session.predictions import PredictionGroup
 from bnncli.session.recommendation import (
-    RecommendedPredictor,
     SplitProbabilities,
     compare_paired_scores,
     measure_detection,
@@ -74,12 +73,8 @@ def terms() -> list[Block]:
 def verdict(subject: Subject) -> list[Block]:
     """Return the section."""
     judgement, recommended = subject.judgement, subject.recommended
-    beside = try_find(partial(_compare_with_network, subject))
-    if beside is None or (
-        recommended is not None and not isinstance(beside, Missing) and beside.posterior != recommended.posterior
-    ):
-        beside = try_find(partial(_read_recorded_gains, subject)) or beside
-    words = [*_list_misreadings(subject)]
+    beside = find_gains(subject)
+    words = [join_markup(strong("The network. "), text) for text in list_misreadings(subject)]
     if recommended is not None and recommended.sentence:
         words.append(join_markup(strong("Why. "), link_terms(f"{_capitalize(recommended.sentence)}.")))
     if isinstance(judgement, Missing):
@@ -90,9 +85,16 @@ def verdict(subject: Subject) -> list[Block]:
         )
     else:
         words.append(join_markup(strong("Is the posterior computed well? "), _fit(judgement)))
-    words += [*_calibration(subject), *_outside(subject)]
+    words += [
+        join_markup(strong(title), link_terms(text))
+        for title, text in (
+            ("Calibration. ", describe_calibration_of(subject)),
+            ("Out of distribution. ", describe_detection(subject)),
+        )
+        if text is not None
+    ]
     is_good = not isinstance(judgement, Missing) and judgement.verdict.is_good
-    first = paragraph(_headline(judgement, recommended, None if isinstance(beside, Missing) else beside))
+    first = paragraph(headline(subject, beside))
     box = element("div", first, bullets(words), class_="verdict" if is_good else "verdict doubt")
     blocks: list[Block] = [box, *_list_left_out(subject)]
     if beside is not None:
@@ -126,9 +128,20 @@ class Beside(NamedTuple):
         return next((one for one in self.qualities if one.score == score), None)
 
 
+def find_gains(subject: Subject) -> Beside | Missing | None:
+    """Compare the recommended predictions with the network's; where they are not stored, as auto measured it on val."""
+    recommended = subject.recommended
+    beside = try_find(partial(_compare_with_network, subject))
+    if beside is None or (
+        recommended is not None and not isinstance(beside, Missing) and beside.posterior != recommended.posterior
+    ):
+        beside = try_find(partial(_read_recorded_gains, subject)) or beside
+    return beside
+
+
 def _compare_with_network(subject: Subject) -> Beside | None:
     """Compare the recommended predictions with the network's at one temperature, else as trained; None without both."""
-    focus, plain = subject.focus, [group for group in _list_focus_groups(subject) if group is not subject.focus]
+    focus, plain = subject.focus, [group for group in list_focus_groups(subject) if group is not subject.focus]
     plain.sort(key=lambda group: (group.posterior != "temperature", group.variant != "plug-in"))
     base = plain[0] if plain else None
     if focus is None or base is None:
@@ -197,11 +210,11 @@ def _read_recorded_gains(subject: Subject) -> Beside | None:
     return Beside(own, base, chosen.posterior, "val", count, found, {}, is_multilabel)
 
 
-def _list_misreadings(subject: Subject) -> list[Markup]:
+def list_misreadings(subject: Subject) -> list[str]:
     """Return what extract-features found wrong with the network on the splits shown."""
     found = find_misread_splits(subject.run, ("train", "val", subject.split))
     text = f"It probably misreads its inputs or labels. Everything below may be worthless. {'; '.join(found)}."
-    return [join_markup(strong("The network. "), text)] if found else []
+    return [text] if found else []
 
 
 def _capitalize(text: str) -> str:
@@ -244,16 +257,14 @@ def _explain_doubt(judgement: Judgement, name: str) -> str:
     return doubts[0] + (f", {count_noun(len(doubts) - 1, 'more doubt')}" if len(doubts) > 1 else "")
 
 
-def _calibration(subject: Subject) -> list[Markup]:
-    """Describe how far to trust the confidences of the posterior in focus and of the network."""
+def describe_calibration_of(subject: Subject) -> str | None:
+    """Describe how far to trust the confidences of the posterior in focus and of the network; None if unknown."""
     found = [
         (subject.titles[group.name], score_metric(subject, group, Quantity("ece")))
-        for group in _list_focus_groups(subject)
+        for group in list_focus_groups(subject)
     ]
     known = [(title, metric) for title, metric in found if metric is not None and metric["value"] is not None]
-    return (
-        [join_markup(strong("Calibration. "), link_terms(describe_calibration(subject.split, known)))] if known else []
-    )
+    return describe_calibration(subject.split, known) if known else None
 
 
 _CHANCE = 0.05  # of saying of any that are calibrated that they are not
@@ -281,10 +292,10 @@ def describe_calibration(split: str, known: Sequence[tuple[str, Mapping[str, Any
     return text
 
 
-def _outside(subject: Subject) -> list[Markup]:
-    """Describe how well outliers are detected. A score of the features is the same for all posteriors."""
+def describe_detection(subject: Subject) -> str | None:
+    """Describe how well outliers are detected; None if unknown. A score of the features is the same for all posteriors."""
     score, focus = subject.shown.curve_score, subject.focus
-    groups = [focus] if score == DEFAULT_SCORE and focus is not None else _list_focus_groups(subject)
+    groups = [focus] if score == DEFAULT_SCORE and focus is not None else list_focus_groups(subject)
     sentences = []
     for ood in subject.outside:
         found = [
@@ -297,13 +308,12 @@ def _outside(subject: Subject) -> list[Markup]:
         elif known:
             sentences.append(f"{ood} {join_names([f'{value:.3f} ({title})' for title, value in known])}")
     if not sentences:
-        return []
+        return None
     alike = ", which depends on the features and not on the posterior" if score == DEFAULT_SCORE else ""
-    text = f"AUROC of the outlier score {score}{alike}: {'; '.join(sentences)}. 0.5 is chance, 1 is perfect."
-    return [join_markup(strong("Out of distribution. "), link_terms(text))]
+    return f"AUROC of the outlier score {score}{alike}: {'; '.join(sentences)}. 0.5 is chance, 1 is perfect."
 
 
-def _list_focus_groups(subject: Subject) -> list[PredictionGroup]:
+def list_focus_groups(subject: Subject) -> list[PredictionGroup]:
     """Return the predictions in focus, and those of the network as trained and at one temperature."""
     if subject.focus is None or isinstance(subject.groups, Missing):
         return []
@@ -340,11 +350,12 @@ def _name(term: str) -> str:
 
 
 _PLAIN = {"temperature": "temperature scaling", "map": "the network as trained"}
-_KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "samples": "Monte Carlo draws"}
+POSTERIOR_KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "samples": "Monte Carlo draws"}
 
 
-def _headline(judgement: Judgement | Missing, recommended: RecommendedPredictor | None, beside: Beside | None) -> str:
+def headline(subject: Subject, beside: Beside | Missing | None) -> str:
     """Return what to do, and what it gains and costs, in one or two sentences."""
+    judgement, recommended = subject.judgement, subject.recommended
     if recommended is None:
         if isinstance(judgement, Missing):
             return "There is no verdict on the posteriors of this run."
@@ -352,12 +363,12 @@ def _headline(judgement: Judgement | Missing, recommended: RecommendedPredictor 
         text = "No recommendation: that needs a labelled validation split."
         if use is None:
             return f"{text} No posterior is known to match the exact posterior."
-        kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
+        kind = POSTERIOR_KINDS.get(judgement.entries[use]["type"], "a posterior")
         return f"{text} {use} ({kind}) matches the exact posterior closely."
     if recommended.posterior in _PLAIN:
         return f"Keep {_PLAIN[recommended.posterior]}."
     found = f"Use {recommended.posterior}"
-    if beside is None or beside.posterior != recommended.posterior:
+    if beside is None or isinstance(beside, Missing) or beside.posterior != recommended.posterior:
         return f"{found}."
     parts = []
     if (nll := beside.of("nll")) is not None:

@@ -82,8 +82,8 @@ _OF_MANY = ("verdict",)
 _FEW = 3  # checkpoints, up to which that is all of _OF_EACH
 
 
-def build_sections(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Section], list[str]]:
-    """Return the sections, and the lines for the terminal.
+def open_subjects(runs: Sequence[Run], options: ReportOptions) -> list[Subject]:
+    """Return what there is to report on each checkpoint.
 
     Raises:
         MissingInput: a checkpoint has nothing of a given name.
@@ -97,8 +97,13 @@ def build_sections(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Se
     for subject in subjects:
         subject.check_named()
         check_is_something_left(subject)
+    return subjects
+
+
+def build_sections(runs: Sequence[Run], subjects: Sequence[Subject]) -> tuple[list[Section], list[str]]:
+    """Return the sections, and the lines for the terminal."""
     explained = Section(SECTION, "What the terms mean", terms())
-    if not many:
+    if len(runs) == 1:
         return [*(_build_section(part, subjects[0]) for part in PARTS), explained], [format_summary(subjects[0])]
     names = _OF_EACH if len(runs) <= _FEW else _OF_MANY
     parts = [part for part in PARTS if part.name in names]
