@@ -62,7 +62,7 @@ def open(
     Args:
         ckpt: the checkpoint, or the name of a run without one.
         run_dir: the run folder, if it is not the one beside the checkpoint.
-        device: auto (a GPU if there is one), cpu, cuda or cuda:N.
+        device: auto (a CUDA GPU if there is one), cpu, cuda, cuda:N or mps (for networks).
         seed: seed of every random stream; with a command's seed you get its numbers.
         model: the network, as passed to `extract-features --model`. Needed only to predict for inputs, and only if it is your
             own code (`file.py:factory`, `package.module:factory`), which is then executed, or a saved model (`hf:DIR` and the

@@ -36,7 +36,14 @@ from bnncli.options.command import (
 from bnncli.options.declaration import spell_options
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.session.run import Run
-from bnncli.system.devices import configure_torch, device_name, keep_random_state, keep_settings, select_device
+from bnncli.system.devices import (
+    configure_torch,
+    device_name,
+    has_float64,
+    keep_random_state,
+    keep_settings,
+    select_device,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -271,7 +278,7 @@ def _plain(x: Tensor) -> Tensor:
         raise _not_numeric_error("a sparse, nested, quantized or meta tensor")
     if x.is_complex() or x.dtype == torch.bool:
         raise _not_numeric_error(f"a tensor of type {str(x.dtype).removeprefix('torch.')}")
-    return x.detach()
+    return x.detach() if has_float64(x.device) else x.detach().cpu()
 
 
 def _convert_array(x: Any) -> Tensor:

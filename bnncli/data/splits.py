@@ -17,11 +17,13 @@ from bnncli.data.pixels import ImageCounts, Preprocess
 from bnncli.data.shift import Shift, ShiftedDataset
 from bnncli.data.transform import check_fits, item_kind
 from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.lazy import torch
 from bnncli.names import near_miss
 from bnncli.numerics.digests import file_sha256, json_sha256, tensor_digest
 from bnncli.numerics.random import permutation
 from bnncli.options.declaration import check_split_name, list_forms
 from bnncli.progress import SILENT, Progress
+from bnncli.system.devices import has_float64
 from bnncli.system.input_files import convert_read_errors, open_regular
 
 if TYPE_CHECKING:
@@ -429,15 +431,21 @@ class InputSplit:
         """Return what was read, on the device, in the form the network takes."""
         if isinstance(chunk.inputs, dict):
             self.preprocess.check_named(chunk.inputs)
-            moved = {name: tensor.to(device) for name, tensor in chunk.inputs.items()}
+            moved = {name: _move(tensor, device) for name, tensor in chunk.inputs.items()}
             return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in moved.items()}
-        inputs = chunk.inputs.to(device)
+        inputs = _move(chunk.inputs, device)
         if chunk.is_ready:
             return inputs
         try:
             return self.preprocess.apply(inputs, is_sized=self.dataset.is_sized)
         except DataError as error:
             raise DataError(f"{self.spec}: {error.message}", hint=error.hint) from error
+
+
+def _move(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return the tensor on the device, in float32 if that has no float64."""
+    is_too_wide = tensor.dtype == torch.float64 and not has_float64(device)
+    return (tensor.float() if is_too_wide else tensor).to(device)
 
 
 _FAMILY = "data"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 from bnncli.data.labels import FROM_1
 from bnncli.data.pixels import ImageCounts
 from bnncli.data.splits import Batch, Inputs, InputSplit
-from bnncli.errors import BnnError, DataError, NumericError
+from bnncli.errors import BnnError, DataError, DeviceError, NumericError
 from bnncli.lazy import torch
 from bnncli.models.head import (
     Head,
@@ -31,6 +30,7 @@ from bnncli.models.head import (
 from bnncli.names import percent, quote_name
 from bnncli.options.shared import IDENTITY
 from bnncli.progress import SILENT, Progress
+from bnncli.system.devices import has_float64
 from bnncli.system.memory import budget
 
 if TYPE_CHECKING:
@@ -556,14 +556,17 @@ def extract(
         NumericError: features exceed the range of float16.
         DeviceError: there is not enough memory for a batch.
     """
-    model = _move_to_device(model, torch.device(device)).eval()
+    device = torch.device(device)
+    model = move_network(model, device).eval()
     where = f"split {split.name or split.spec}"
-    read = FeatureComputation(_reader(model, head), torch.device(device))
-    passes = _Passes(read, model, head, torch.device(device), autocast, where, num_checked)
+    one_pass = _reader(model, head)
+    read = FeatureComputation(one_pass if has_float64(device) else _pass_on(device, one_pass), device)
+    passes = _Passes(read, model, head, device, autocast, where, num_checked)
     if first_row == len(split):
         return
     rest = split.take(np.arange(first_row, len(split))) if first_row else split
-    batches = rest.batches(batch_size, device=device, num_workers=num_workers, turns=turns)
+    around = device if has_float64(device) else "cpu"  # of what is computed with inputs and features beside the passes
+    batches = rest.batches(batch_size, device=around, num_workers=num_workers, turns=turns)
     starts = range(first_row, len(split), batch_size)
     for batch, number in zip(batches, range(len(starts))[turns], strict=True):
         start = starts[number]
@@ -680,10 +683,31 @@ def collect(batches: Iterable[ExtractedFeatures], num_rows: int) -> ExtractedFea
     return ExtractedFeatures(whole["features"], logits, whole.get("labels"), *counts, inputs, images)
 
 
-def _move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the network to the device, unless it is there: torch's traversal takes a fifth of one input's pass."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return model if all(tensor.device == device for tensor in tensors) else model.to(device)
+def move_network(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move the network to the device, unless it is there: torch's traversal takes a fifth of one input's pass.
+
+    Raises:
+        DeviceError: it has float64 weights, and the device has no float64.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.device.type == device.type and device.index in (None, tensor.device.index) for tensor in tensors):
+        return model
+    if not has_float64(device) and any(tensor.dtype == torch.float64 for tensor in tensors):
+        raise DeviceError(f"the network has float64 weights, and {device} has no float64", hint="use \0device\0 cpu")
+    return model.to(device)
+
+
+def _pass_on(device: torch.device, read: Read) -> Read:
+    """Return `read` for inputs on the CPU and a network on the device, with features and output on the CPU."""
+
+    def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        if isinstance(inputs, Mapping):
+            features, output = read({name: value.to(device) for name, value in inputs.items()})
+        else:
+            features, output = read(inputs.to(device))
+        return features.cpu(), output.cpu()
+
+    return run
 
 
 def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Tensor, Tensor]]:

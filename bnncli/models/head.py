@@ -14,6 +14,7 @@ from bnncli.models import Place
 from bnncli.names import format_names, near_miss, quote_name
 from bnncli.options.shared import IDENTITY
 from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.devices import to_float64
 from bnncli.system.user_code import running_user_code
 
 if TYPE_CHECKING:
@@ -263,8 +264,9 @@ class Head:
 
     def logits(self, features: Tensor) -> Tensor:
         """Return features (n, D) times head, (n, K) float64."""
-        logits = features.double() @ self.weight.to(features.device).double().T
-        return logits if self.bias is None else logits + self.bias.to(features.device).double()
+        exact = to_float64(features)
+        logits = exact @ self.weight.to(exact.device).double().T
+        return logits if self.bias is None else logits + self.bias.to(exact.device).double()
 
 
 class LinearLayer(NamedTuple):
@@ -346,7 +348,7 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
         DataError: they do not; says what the output looks like, such as the ReLU of the logits.
     """
     logits = head.logits(features if head.form is None else head.form.rounded(features))
-    actual = output.double()
+    actual = to_float64(output)
     if actual.numel() != logits.numel():
         raise DataError(
             f"the network's output has shape {tuple(output.shape)}, but its linear layer {quote_name(head.name)} "
@@ -440,12 +442,12 @@ def run_network(model: nn.Module, inputs: Inputs) -> Any:
     try:
         with torch.inference_mode(), running_user_code("the network", but=(RuntimeError, IndexError)):
             return model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    except torch.OutOfMemoryError as error:
-        first = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
-        raise DeviceError(
-            f"not enough memory on {first.device} for {len(first)} inputs", code="out_of_memory"
-        ) from error
     except (RuntimeError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "MPS backend out of memory" in str(error):
+            first = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
+            raise DeviceError(
+                f"not enough memory on {first.device} for {len(first)} inputs", code="out_of_memory"
+            ) from error
         first_line = str(error).strip().split("\n")[0][:200]
         hint: str | None = "check that \0data\0 matches \0model\0; \0resize\0 and \0crop\0 change image sizes"
         if (

@@ -108,7 +108,9 @@ class ComputeOptions(CheckedOptions):
     """Options of commands that compute."""
 
     seed: int = option(0, "Random seed.", minimum=0, env_common=True)
-    device: str = option("auto", "Device: auto (a GPU if there is one), cpu, cuda or cuda:N.", env_common=True)
+    device: str = option(
+        "auto", "Device: auto (a CUDA GPU if there is one), cpu, cuda, cuda:N or mps (networks only).", env_common=True
+    )
     threads: int | None = option(None, "CPU threads. Default: all cores.", minimum=1, maximum=1024, env_common=True)
     deterministic: bool = option(False, "Use deterministic kernels only.", env_common=True)
     shards: int | None = option(

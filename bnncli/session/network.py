@@ -24,7 +24,15 @@ from bnncli.lazy import torch
 from bnncli.models import SavedModel, is_kind
 from bnncli.models.build import describe_name_mapping, load_network
 from bnncli.models.checkpoints import Checkpoint, load_checkpoint
-from bnncli.models.features import ExtractedFeatures, InputSums, PrecisionLoss, collect, extract, track_batches
+from bnncli.models.features import (
+    ExtractedFeatures,
+    InputSums,
+    PrecisionLoss,
+    collect,
+    extract,
+    move_network,
+    track_batches,
+)
 from bnncli.models.head import Head
 from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics.digests import file_sha256, tensor_digest
@@ -129,7 +137,7 @@ class FeatureStore:
         save_every: float,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        also = {"device": run.device.type, "batch size": str(batch_size)}
+        also = {"device": run.network_device.type, "batch size": str(batch_size)}
         self._resumable = Resumable(run, request, resume=resume, save_every=save_every, also=also)
         self._run, self._target, self._dtype, self._save_every = run, request.target, dtype, save_every
         self._buffer_bytes = buffer_bytes
@@ -413,10 +421,10 @@ class Network:
             run.console.warn(note)
         return cls(run, spec, arguments, last_layer, checkpoint, saved, output)
 
-    @cached_property
+    @property
     def module(self) -> torch.nn.Module:
-        """Return the network on the device with the checkpoint's weights, or its own."""
-        return self._built[0]
+        """Return the network on the run's device with the checkpoint's weights, or its own."""
+        return move_network(self._built[0], self.run.device)
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -528,14 +536,15 @@ class Network:
         turns: slice = slice(None),
     ) -> Iterator[ExtractedFeatures]:
         """Yield features and labels of all or some batches from first_row on; arguments and errors as for `extract`."""
+        self.run.ran_network = True
         batches = partial(
             extract,
-            self.module,
+            self._built[0],
             head,
             split,
             batch_size=batch_size,
             num_workers=num_workers,
-            device=self.run.device,
+            device=self.run.network_device,
             dtype=getattr(torch, dtype),
             first_row=first_row,
             num_logits=num_logits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -393,7 +394,10 @@ class NetworkReader:
                 raise DataError("the run's inputs are features, so the run has only a last layer", code="no_network")
             from bnncli.models.huggingface import use_plain_attention
 
-            module = use_plain_attention(recorded.network.module.eval().requires_grad_(False))
+            module = recorded.network.module
+            if self.run.network_device != self.run.device:  # features of other inputs are computed there
+                module = copy.deepcopy(module)
+            module = use_plain_attention(module.eval().requires_grad_(False))
             first = next(example.take(np.arange(1)).batches(1)).inputs
             names = tuple(first) if isinstance(first, dict) else ()
             features_of = partial(pass_to_head, head)

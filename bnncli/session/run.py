@@ -39,7 +39,7 @@ from bnncli.options.command import (
 from bnncli.options.declaration import CheckedOptions
 from bnncli.progress import SILENT, Progress
 from bnncli.session.revisions import is_another
-from bnncli.system.devices import configure_torch, device_name, select_device
+from bnncli.system.devices import CPU, configure_torch, device_name, has_float64, select_device
 from bnncli.system.input_files import nearest_file, open_regular
 from bnncli.system.workers import team, worker_pool
 
@@ -227,6 +227,7 @@ class Run:
         line: the command line, with options from the environment and configuration file.
         is_named: whether CKPT is only the run's name, for a command that creates a run without checkpoint.
         has_device: whether the command computes, so that its result names the device.
+        ran_network: whether a network computed features, on `network_device`.
         followed: cached information on input files, until the command writes one.
     """
 
@@ -246,6 +247,7 @@ class Run:
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
     followed: Followed = field(default_factory=dict)
     has_device: bool = False
+    ran_network: bool = False
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -313,11 +315,25 @@ class Run:
 
     @cached_property
     def device_name(self) -> str:
-        """Return the device to compute on (cpu, cuda:0, ...), resolved once."""
+        """Return the device to compute on (cpu, cuda:0, ...), resolved once: the CPU in place of one without float64."""
         name = device_name(self.compute.device)
         if self.compute.device == "auto" and name == "cpu":
             self.console.debug("no GPU found: computing on the CPU")
-        return name
+        if self.compute.device in ("auto", CPU) or has_float64(name):
+            return name
+        self.console.info(f"{name} has no float64: networks' forward passes run on it, everything else on the CPU")
+        return CPU
+
+    @property
+    def network_device(self) -> torch.device:
+        """Return the device of networks' forward passes: `device`, or the named one that has no float64."""
+        device = self.device
+        return device if self.compute.device in ("auto", CPU) else torch.device(device_name(self.compute.device))
+
+    @property
+    def reported_device(self) -> str:
+        """Return the device that results are said to come from: that of the network where it ran."""
+        return str(self.network_device) if self.ran_network else self.device_name
 
     def environment(self) -> dict[str, Any]:
         """Return seed, device, threads and workers for provenance."""
@@ -328,7 +344,7 @@ class Run:
             **host,
             "seed": self.compute.seed,
             "deterministic": self.compute.deterministic,
-            "device": str(self.device),
+            "device": self.reported_device,
             "gpu": gpu,
             "threads": torch.get_num_threads(),
             **({} if others is None else {"workers": others.size, "shards": others.num_shards}),
@@ -456,8 +472,9 @@ def run_command(run: Run, command: str, checkpoint: Any, options: CheckedOptions
     module = registry.load_module("commands", command)
     given = [checkpoint] if module.COMMAND.arguments[0].is_many else checkpoint
     step = replace(
-        run, command=command, line=line, arguments={"ckpt": given}, naming=NameOptions(), started=time.monotonic()
-    )
+        run, command=command, line=line, arguments={"ckpt": given}, naming=NameOptions(), started=time.monotonic(),
+        ran_network=False,
+    )  # fmt: skip
     result: Result = module.execute(step, options)
     for text in result.summary:
         run.console.info("  " + text)
@@ -471,7 +488,8 @@ def result_document(run: Run, result: Result) -> dict[str, Any]:
         document["action"] = result.action
         document["outputs"], document["inputs"] = result.outputs, result.inputs
         document["seed"] = run.compute.seed
-        document["device"] = run.device_name if run.has_device else run.__dict__.get("device_name")
+        is_known = run.has_device or run.ran_network
+        document["device"] = run.reported_device if is_known else run.__dict__.get("device_name")
     if result.metrics:
         document["metrics"] = result.metrics
     return document | result.extra | {"warnings": run.console.warnings, "seconds": round(run.seconds, 3)}

@@ -13,19 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import DeviceError, UsageError
 from bnncli.lazy import addresses_left, torch
 from bnncli.names import printable
 from bnncli.system.signals import raise_if_received
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _ONE_AT_A_TIME = threading.RLock()
 DEVICE_FILES = Path("/dev")
 # device files of every driver that PyTorch computes with
 _GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
 
-CPU, VISIBLE, _THREADS = "cpu", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+CPU, MPS, VISIBLE, _THREADS = "cpu", "mps", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 GPU_POOL = "BNNCLI_GPUS"  # variable with the devices that processes share out among them, one each
 _POLL = 0.2  # seconds between looks for a free one
 
@@ -67,7 +70,7 @@ def _take_device() -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device called `name`: auto (a GPU where there is one), cpu, cuda or cuda:N.
+    """Return the device called `name`: auto (a CUDA GPU where there is one), cpu, cuda, cuda:N or mps.
 
     Raises:
         UsageError: for any other name.
@@ -77,8 +80,12 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return torch.device("cpu")
+    if name == MPS:
+        if not torch.backends.mps.is_available():
+            raise DeviceError(f"\0device\0 {name}: {_why_no_mps()}", hint="use \0device\0 auto or \0device\0 cpu")
+        return torch.device(MPS)
     if re.fullmatch(r"cuda(:[0-9]{1,4})?", name) is None:
-        raise UsageError(f"\0device\0: expected auto, cpu, cuda or cuda:N; got {name!r}")
+        raise UsageError(f"\0device\0: expected auto, cpu, cuda, cuda:N or mps; got {name!r}")
     index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
@@ -101,6 +108,23 @@ def _why_no_gpu() -> str:
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return "the system has no NVIDIA GPU, or its driver is not loaded"
     return f"the driver does not support CUDA {torch.version.cuda}, which PyTorch was built for; see nvidia-smi"
+
+
+def _why_no_mps() -> str:
+    """Explain why PyTorch has no MPS device."""
+    if not torch.backends.mps.is_built():
+        return f"this PyTorch ({torch.__version__}) was built without MPS, which only builds for macOS have"
+    return "this machine has no Apple GPU that MPS supports, or its macOS is older than PyTorch needs"
+
+
+def has_float64(device: torch.device | str) -> bool:
+    """Return whether the device computes in float64: all but MPS, where only networks' forward passes run."""
+    return torch.device(device).type != MPS
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Return the tensor in float64; on the CPU if its device has none."""
+    return (tensor if has_float64(tensor.device) else tensor.cpu()).double()
 
 
 def select_device(device: torch.device) -> None:

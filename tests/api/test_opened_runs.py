@@ -104,7 +104,7 @@ def test_arguments_of_the_wrong_kind_are_refused(finished_run: Path, arguments: 
 
 
 def test_a_device_that_is_not_there_is_refused_when_it_is_named(finished_run: Path) -> None:
-    with pytest.raises(UsageError, match=r"^device: expected auto, cpu, cuda or cuda:N; got 'gpu'$"):
+    with pytest.raises(UsageError, match=r"^device: expected auto, cpu, cuda, cuda:N or mps; got 'gpu'$"):
         bnncli.open(finished_run, device="gpu")
     with pytest.raises(DeviceError, match=r"^device cuda:99: ") as caught:
         bnncli.open(finished_run, device="cuda:99")

@@ -28,7 +28,7 @@ def test_products_and_convolutions_are_never_coarser_than_float32() -> None:
 
 @pytest.mark.parametrize("name", ["cuda:", "cuda:²", "cuda:-1", "cuda:1.0", "gpu", "cuda0", "", "cuda:99999999999"])
 def test_a_device_that_means_nothing_is_a_wrong_option(name: str) -> None:
-    with pytest.raises(UsageError, match="expected auto, cpu, cuda or cuda:N"):
+    with pytest.raises(UsageError, match="expected auto, cpu, cuda, cuda:N or mps"):
         devices.resolve_device(name)
 
 
