@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -106,16 +108,31 @@ def _load_in_process(batches: _Chunks) -> Iterator[Chunk | BnnError]:
     return (batches[index] for index in range(len(batches)))
 
 
+# How workers start: on Linux as copies of this process, which take any data set. Elsewhere, where libraries do not
+# survive that, as torch chooses: as new processes, which are sent the data set.
+WORKER_START = "fork" if sys.platform == "linux" else None
+
+
 def _loader(batches: _Chunks, num_workers: int) -> torch_data.DataLoader[Any]:
     return torch_data.DataLoader(
-        batches, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker, collate_fn=_convert_to_arrays
+        batches, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker, collate_fn=_convert_to_arrays,
+        multiprocessing_context=WORKER_START,
     )  # fmt: skip
 
 
 def _load_with_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[Any]:
-    """Yield what the loader's workers return, and stop them at the end. Raises DeviceError if one dies."""
+    """Yield what the loader's workers return, and stop them at the end.
+
+    Raises:
+        DeviceError: a worker died.
+        DataError: the data set cannot be sent to workers.
+    """
     with _disable_child_signal():
-        batches = iter(loader)
+        try:
+            batches = iter(loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            message = f"{where}: cannot be sent to data loading workers: {' '.join(str(error).split())[:200]}"
+            raise DataError(message, code="not_sendable", hint="use \0num_workers\0 0") from error
         try:
             while True:
                 try:
