@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -27,6 +27,7 @@ from bnncli.api.session import (
     describe_inputs,
     refuse_exits,
 )
+from bnncli.console import Console
 from bnncli.data.arrays import ArrayDataset, NamedArrays
 from bnncli.data.labels import common_task
 from bnncli.data.pixels import Preprocess
@@ -37,7 +38,9 @@ from bnncli.models.features import extract
 from bnncli.models.head import check_link
 from bnncli.models.head_search import find_head
 from bnncli.numerics.digests import tensor_digest
+from bnncli.options.command import CommonOptions
 from bnncli.options.declaration import check_split_name
+from bnncli.progress import Task
 from bnncli.system.devices import keep_random_state, keep_settings
 
 if TYPE_CHECKING:
@@ -100,6 +103,7 @@ def from_torch(
     batch_size: int = BATCH_SIZE,
     device: str = "auto",
     seed: int = 0,
+    progress: bool = False,
     **options: Any,
 ) -> OpenedRun:
     """Make a run of a torch module: run it over data, as `extract-features` does, and keep its features and last layer.
@@ -114,6 +118,7 @@ def from_torch(
         ood: out-of-distribution splits by name, labels ignored.
         last_layer: name of the last linear layer; found by default.
         batch_size: examples in a forward pass; of a DataLoader, its own.
+        progress: show progress on stderr.
         folder, device, seed, options: as for `from_features`; the device is for fits.
 
     Raises:
@@ -124,18 +129,21 @@ def from_torch(
             raise UsageError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
         batch_size = check_number("batch_size", batch_size, least=1)
         splits, outside = _named_splits({"train": train, "val": val, "test": test}, ood or {}), ood or {}
-        with _computing(model):
+        with _computing(model), closing(Console("from_torch", CommonOptions(quiet=not progress))) as console:
             name, given = next(iter(splits.items()))
             network = ModuleNetwork.of(model, _batches(given, batch_size, name), last_layer)
             bias = network.head.bias
             arrays = {"head_weight": network.head.weight.numpy(), "head_bias": None if bias is None else bias.numpy()}
             known: dict[str, np.ndarray | None] = {}
             for name, given in splits.items():
-                features, labels = network.run(_batches(given, batch_size, name), name, is_labeled=name not in outside)
+                task = console.task(f"extract {name}", _count_rows(given))
+                batches = _batches(given, batch_size, name)
+                features, labels = network.run(batches, name, is_labeled=name not in outside, task=task)
                 arrays |= {f"features_{name}": features.numpy(), f"labels_{name}": labels}
                 known[name] = labels
             check_link(network.head, common_task(known, options.get("task")))
-        run = _make_run(arrays, outside, options, folder=folder, device=device, seed=seed, method="from_torch")
+        place: dict[str, Any] = {"folder": folder, "device": device, "seed": seed, "method": "from_torch"}
+        run = _make_run(arrays, outside, options, **place, progress=progress)
         run.module_network = network
         return run
 
@@ -211,6 +219,7 @@ def _make_run(
     device: str,
     seed: int,
     method: str,
+    progress: bool = False,
 ) -> OpenedRun:
     """Write the arrays into a folder, and extract them."""
     session = _open_session(
@@ -218,7 +227,9 @@ def _make_run(
     )
     path = Path(session.path).with_name("features.npz")
     _save(path, arrays)
-    run_command(session, "extract-features", {"from_npz": path, "ood": [*ood], **options}, method=method)
+    run_command(
+        session, "extract-features", {"from_npz": path, "ood": [*ood], **options}, method=method, progress=progress
+    )
     return OpenedRun(session, None)
 
 
@@ -246,6 +257,17 @@ def _remove(folder: Path, pid: int) -> None:
 def _pair(given: Any) -> Batch:
     """Return inputs and labels of (x, y), or x without labels."""
     return given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+
+
+def _count_rows(given: Any) -> int:
+    """Return the number of examples of what `_batches` takes; 0 where it is unknown."""
+    from torch.utils.data import DataLoader
+
+    rows: Any = given.dataset if isinstance(given, DataLoader) else _pair(given)[0]
+    try:
+        return len(rows)
+    except TypeError:  # an iterable data set
+        return 0
 
 
 def _numpy(value: Any, what: str) -> np.ndarray:
@@ -329,6 +351,7 @@ class ModuleNetwork:
     """A module in memory and its last layer.
 
     Attributes:
+        input_shape: of one example; None where inputs have names.
         states: address and version of each weight, which change with it; compared before `digest`.
     """
 
@@ -336,6 +359,7 @@ class ModuleNetwork:
     head: Head
     digest: str
     states: list[tuple[int, int]]
+    input_shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, module: nn.Module, batches: Iterable[Batch], last_layer: str | None) -> ModuleNetwork:
@@ -351,9 +375,13 @@ class ModuleNetwork:
         head = find_head(
             module, lambda count: next(example.batches(count, device=device)).inputs, layer=last_layer, output=None
         )
-        return cls(module, head, _digest_of(module), _states_of(module))
+        inputs = next(example.batches(1)).inputs
+        shape = None if isinstance(inputs, dict) else tuple(inputs.shape[1:])
+        return cls(module, head, _digest_of(module), _states_of(module), shape)
 
-    def run(self, batches: Iterable[Batch], name: str, *, is_labeled: bool) -> tuple[Tensor, np.ndarray | None]:
+    def run(
+        self, batches: Iterable[Batch], name: str, *, is_labeled: bool, task: Task | None = None
+    ) -> tuple[Tensor, np.ndarray | None]:
         """Return features (N, D) float32 on the CPU and labels of all batches."""
         found, labels, num_checked = [], [], 0
         for batch in batches:
@@ -369,6 +397,8 @@ class ModuleNetwork:
             ):
                 found.append(part.features)
                 num_checked = max(num_checked, min(len(part.features), 2))
+            if task is not None:
+                task.advance(len(split))
             if is_labeled and batch[1] is not None:
                 labels.append(_numpy(batch[1], f"{name}: labels"))
         if not found:

@@ -113,9 +113,13 @@ class OpenedPosterior:
         name: its name in the run.
     """
 
-    def __init__(self, session: Session, predictor: Predictor) -> None:
-        self._session, self._predictor = session, predictor
+    def __init__(self, session: Session, predictor: Predictor, again: Callable[[], OpenedPosterior]) -> None:
+        self._session, self._predictor, self._again = session, predictor, again
         self.name = predictor.path.stem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to load the posterior again, to pickle it for worker processes; its files stay where they are."""
+        return _load_again, (self._again, self._predictor.header.content_digest)
 
     def __repr__(self) -> str:
         return f"<posterior {self.name!r}: {self.type}, {self.layout.num_params} parameters>"
@@ -181,6 +185,8 @@ class OpenedPosterior:
 class LoadedPredictor:
     """A function that predicts as `OpenedRun.predict` does, without reading files: it does not see later changes of the run.
 
+    It can be pickled for worker processes, which read the files once more.
+
     Attributes:
         posterior: name of the posterior.
         integrator: name of the integrator, with settings that are not the default.
@@ -192,6 +198,11 @@ class LoadedPredictor:
     _predictor: Predictor
     _choice: IntegratorChoice
     _read: Callable[[Any], Tensor]
+    _again: Callable[[], LoadedPredictor]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to load the predictor again."""
+        return _load_again, (self._again, self._predictor.header.content_digest)
 
     def __repr__(self) -> str:
         return f"<{self.posterior} by {self.integrator}, loaded: {len(self.classes)} classes>"
@@ -227,6 +238,17 @@ class LoadedPredictor:
     def _of(self, x: Any) -> ClassProbabilities:
         with self._session.computing_as_loaded():
             return predict(self._predictor, self._choice, self._read(x), self.classes)
+
+
+def _load_again(
+    again: Callable[[], OpenedPosterior | LoadedPredictor], digest: str
+) -> OpenedPosterior | LoadedPredictor:
+    """Load what was pickled. Raises DataError if the posterior's file has changed since."""
+    found = again()
+    if found._predictor.header.content_digest != digest:
+        path = found._predictor.path
+        raise DataError(f"{path} has changed since it was pickled", code="stale_input", path=path)
+    return found
 
 
 def _is_loader(x: object) -> bool:

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import is_kind
 from bnncli.session.inputs import load_split, posterior_classes, posterior_source
 from bnncli.session.network import RecordedNetwork
+from bnncli.session.network_fit import reference_of
 from bnncli.session.predictions import find_named
 from bnncli.session.predictor import IntegratorChoice, Predictor, TrainData, warn_of_draws, warn_of_few_draws
 from bnncli.session.recommendation import metrics_of, open_recommendation
@@ -189,7 +191,8 @@ class OpenedRun:
                 predictor.require_memory(0, option=None)
             with guard_user_network(predictor):
                 _ = predictor.posterior  # read now, because the file may change later
-            return OpenedPosterior(self.session, predictor)
+            again = partial(self.posterior, str(predictor.path.absolute()), allow_stale=allow_stale)
+            return OpenedPosterior(self.session, predictor, again)
 
     def metrics(
         self, *, posterior: str | None = None, split: str | None = None, allow_stale: bool = False
@@ -227,7 +230,7 @@ class OpenedRun:
             given = convert_to_items(inputs)
             network = self._input_network(run)
             found: NDArray[np.floating[Any]] = network.features(
-                convert_to_tensor(inputs) if given is None else given
+                convert_to_tensor(inputs, lambda: self._input_shape(run)) if given is None else given
             ).numpy()
             return found
 
@@ -244,7 +247,8 @@ class OpenedRun:
         """Return class probabilities of N examples; for a split's features, the ones that `bnncli predict` stores.
 
         Args:
-            x: features (N, D), or inputs. Real numbers in rows of D are features; an array of any other shape or type is inputs
+            x: features (N, D), or inputs. One example alone, without the axis N, is taken where its shape allows no other
+                reading. Real numbers in rows of D are features; an array of any other shape or type is inputs
                 (N, ...), such as images, and so is a list of texts, PIL images, or audio clips {"array": (T,), "sampling_rate":
                 Hz} if the model has its own preprocessing; a single text, image or clip is one example. If inputs are themselves rows of D real numbers, call
                 run.predict(run.features(x)). A posterior over other layers takes inputs or the name of a split.
@@ -271,7 +275,9 @@ class OpenedRun:
                 features = (
                     self._inputs(run, x, predictor)
                     if of_network
-                    else self._features(lambda: self._input_network(run), x, layout.num_features)
+                    else self._features(
+                        lambda: self._input_network(run), x, lambda: self._input_shape(run), layout.num_features
+                    )
                 )
                 warn_of_draws(run, predictor.path, header, choice.name)
                 warn_of_few_draws(run, predictor.path, header, samples)
@@ -301,7 +307,14 @@ class OpenedRun:
             predictor.ready(choice)
             classes = tuple(posterior_classes(run.folder, predictor.header))
             reader = self._reader(run, shared.posterior.layout.num_features)
-            return LoadedPredictor(classes, self.session, predictor, choice, reader)
+            own: dict[str, Any] = {
+                "integrator": choice.name,
+                "samples": samples,
+                "allow_stale": allow_stale,
+                **settings,
+            }
+            again = partial(self.predictor, str(predictor.path.absolute()), **own)
+            return LoadedPredictor(classes, self.session, predictor, choice, reader, again)
 
     fit_temperature = CommandMethod("fit-temperature")
     fit_laplace = CommandMethod("fit-laplace")
@@ -371,18 +384,32 @@ class OpenedRun:
     def _reader(self, run: Run, num_features: int) -> Callable[[Any], Tensor]:
         """Return a function from features or inputs to features; it opens the network once, on the first inputs."""
         opened: list[InputNetwork | ModuleNetwork] = []
+        shape = self._input_shape(run)
 
         def network() -> InputNetwork | ModuleNetwork:
             if not opened:
                 opened.append(self._input_network(run))
             return opened[0]
 
-        return lambda x: self._features(network, x, num_features)
+        return lambda x: self._features(network, x, lambda: shape, num_features)
 
-    def _features(self, opened: Callable[[], InputNetwork | ModuleNetwork], x: Any, num_features: int) -> Tensor:
+    def _input_shape(self, run: Run) -> Sequence[int] | None:
+        """Return the shape of the network's input for one example; None if it was not recorded."""
+        if self.module_network is not None:
+            return self.module_network.input_shape
+        found = reference_of(run)
+        return None if found is None else found[1].get("shape")
+
+    def _features(
+        self,
+        opened: Callable[[], InputNetwork | ModuleNetwork],
+        x: Any,
+        shape: Callable[[], Sequence[int] | None],
+        num_features: int,
+    ) -> Tensor:
         """Return features (N, D) from features or inputs."""
         given = convert_to_items(x)
-        tensor = convert_to_tensor(x) if given is None else given
+        tensor = convert_to_tensor(x, shape, num_features) if given is None else given
         if not isinstance(tensor, Items) and is_features(tensor, num_features):
             return convert_feature_dtype(tensor)
         try:
@@ -406,7 +433,7 @@ class OpenedRun:
         network = self._input_network(run)
         assert isinstance(network, InputNetwork)  # a module has posteriors over its last layer only
         given = convert_to_items(x)
-        tensor = convert_to_tensor(x) if given is None else given
+        tensor = convert_to_tensor(x, lambda: self._input_shape(run)) if given is None else given
         try:
             return reader.given_inputs(network.split_of(tensor), layout)
         except DataError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -165,19 +165,39 @@ def _depth_of_caller() -> int:
 _WHERE = "x"  # name of the argument
 
 
-def convert_to_tensor(x: Any) -> Tensor:
-    """Return the tensor (N, ...) of the caller's array, on its device and in its type.
+def convert_to_tensor(x: Any, shape: Callable[[], Sequence[int] | None], num_features: int | None = None) -> Tensor:
+    """Return the tensor (N, ...) of the caller's array, on its device and in its type; N = 1 for one example alone.
+
+    Args:
+        shape: returns the shape of the network's input for one example; None where it is unknown.
+        num_features: of an example's features; None if only inputs are expected.
 
     Raises:
         DataError: it is not an array of numbers, has fewer than two axes, or no examples.
     """
     tensor = _plain(x) if isinstance(x, torch.Tensor) else _convert_array(x)
+    if _is_one_example(tensor, shape, num_features):
+        tensor = tensor.unsqueeze(0)
     if tensor.ndim < 2:
         message = f"{_WHERE}: expected features (N, D) or inputs (N, ...); got shape {tuple(tensor.shape)}"
         raise DataError(message, hint="for a single example, pass x[None] (N = 1)", code="bad_shape")
     if len(tensor) == 0:
         raise DataError(f"{_WHERE}: no examples", code="empty_split")
     return tensor
+
+
+def _is_one_example(tensor: Tensor, shape: Callable[[], Sequence[int] | None], num_features: int | None) -> bool:
+    """Return whether an array can only be one example without an axis of examples."""
+    if num_features is not None and tensor.is_floating_point():
+        if tuple(tensor.shape) == (num_features,):
+            return True
+        if is_features(tensor, num_features):
+            return False
+    expected = tuple(shape() or ())
+    alone = {expected}
+    if len(expected) == 3:  # images may come without a channel axis, or with it last
+        alone |= {(*expected[1:], expected[0]), *([expected[1:]] if expected[0] == 1 else [])}
+    return tensor.ndim > 0 and tuple(tensor.shape) in alone
 
 
 @dataclass(frozen=True, eq=False)

@@ -238,6 +238,49 @@ def test_a_pickled_run_is_the_same_run(fitted: OpenedRun, tmp_path: Path, monkey
     assert fitted.folder.is_dir()
 
 
+def test_a_posterior_and_a_predictor_are_pickled_as_they_are_loaded_again(tmp_path: Path) -> None:
+    run = bnncli.from_torch(make_module(), (torch.randn(40, 1, 4, 4), torch.arange(40) % 3), folder=tmp_path)
+    run.fit_laplace(prior_precision=1)
+    x = torch.randn(5, 1, 4, 4)
+    predictor, posterior = run.predictor("laplace", integrator="mc", samples=20), run.posterior("laplace")
+    stored = pickle.dumps(predictor), pickle.dumps(posterior)
+    again, weights = map(pickle.loads, stored)
+    assert np.array_equal(again(x).probs, predictor(x).probs)
+    assert again(x).draws == 20
+    assert torch.equal(weights.sample(3), posterior.sample(3))
+    run.fit_laplace(prior_precision=2, force=True)
+    for one in stored:
+        with pytest.raises(DataError, match="has changed since it was pickled"):
+            pickle.loads(one)
+
+
+def test_one_example_needs_no_axis_of_examples(tmp_path: Path) -> None:
+    x = torch.randn(40, 1, 4, 4)
+    run = bnncli.from_torch(make_module(), (x, torch.arange(40) % 3), folder=tmp_path)
+    run.fit_laplace(prior_precision=1)
+    expected, load = run.predict(x[:1]).probs, run.predictor("laplace")
+    for one in (x[0], x[0, 0], x[0, 0].numpy(), x[0].movedim(0, -1)):
+        for predict in (run.predict, load):
+            assert np.allclose(predict(one).probs, expected, atol=1e-6), one.shape
+    features = run.features(x[0])
+    assert features.shape == (1, run.split("train").features.shape[1])
+    assert np.allclose(run.predict(features[0]).probs, expected, atol=1e-6)
+    for other in (x[0, 0, 0], x[0, :, :3], features[0][:-1]):
+        with pytest.raises(DataError):
+            run.predict(other)
+
+
+def test_the_forward_passes_show_their_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.console.FIRST_LOG_SECONDS", 0.0)  # shorter loops are not logged
+    x = torch.randn(40, 1, 4, 4)
+    for progress in (False, True):
+        bnncli.from_torch(make_module(), (x, torch.arange(40) % 3), test=(x, torch.arange(40) % 3), progress=progress)
+        said = capsys.readouterr().err
+        assert ("extract train 40/40" in said) == ("extract test 40/40" in said) == progress
+
+
 @pytest.mark.long
 def test_a_run_predicts_in_worker_processes(fitted: OpenedRun) -> None:
     x = np.array(fitted.split("test").features)

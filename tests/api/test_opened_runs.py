@@ -414,7 +414,7 @@ CHANGES: list[tuple[Callable[[np.ndarray], Any], str]] = [
         r"^x: expected floating-point features \(N, 5\); got float32 of shape \(4, 3\); the run .* has no network",
     ),
     (lambda x: x.astype(np.int64), r"^x: expected floating-point features \(N, 5\); got int64 of shape \(4, 5\)"),
-    (lambda x: x[0], r"^x: expected features \(N, D\) or inputs \(N, \.\.\.\); got shape \(5,\)\n"),
+    (lambda x: x[0, :4], r"^x: expected features \(N, D\) or inputs \(N, \.\.\.\); got shape \(4,\)\n"),
     (lambda x: x[:0], "^x: no examples$"),
     (lambda x: x.astype(complex), "^x: expected a numeric array or tensor; got ndarray of type complex128$"),
     (lambda x: torch.zeros(4, 5, dtype=torch.bool), "^x: .*; got a tensor of type bool$"),
