@@ -166,6 +166,7 @@ def _digest(params: str, inputs: Mapping[str, str]) -> str:
     return json_sha256([params, dict(inputs)])
 
 
+REPLACE = "add \0force\0 to replace it"  # how a hint begins on a file that the command may replace
 _KEEP_BOTH = {
     "features": ", or \0run_dir\0 DIR to keep both",
     "metrics": "",
@@ -229,7 +230,7 @@ def decide(
         raise OutputExists(
             f"{target} already exists with other options ({different})",
             path=target,
-            hint="add \0force\0 to replace it" + _KEEP_BOTH.get(kind, f", or {another} to keep both"),
+            hint=REPLACE + _KEEP_BOTH.get(kind, f", or {another} to keep both"),
         )
     changes = _changes(header, algo_rev, sources, weights_digest)
     if recorded.get("transform") != params.get("transform"):
@@ -251,11 +252,7 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
     except BnnError as error:
         if force and carries_our_mark(target):
             return None
-        hint = (
-            "add \0force\0 to replace it"
-            if carries_our_mark(target)
-            else f"move it away, or {_advise_other_place(kind)}"
-        )
+        hint = REPLACE if carries_our_mark(target) else f"move it away, or {_advise_other_place(kind)}"
         raise OutputExists(
             f"{target} already exists and cannot be used: {error.message}", hint=hint, path=target
         ) from None
@@ -270,7 +267,7 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
 
 def _advise_other_place(kind: str) -> str:
     """Return how to write an artifact of a kind to another place."""
-    places = {"checkpoint": "give another CKPT", "features": "use \0run_dir\0"}
+    places = {"checkpoint": "give another CKPT", "features": "use \0run_dir\0", "metrics": "use \0run_dir\0"}
     return places.get(kind, "use \0name\0 or \0out\0")
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from numpy.typing import NDArray
 
 from bnncli.artifacts.files import read_header, write_metrics
+from bnncli.artifacts.freshness import REPLACE
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.resume import state_path
@@ -699,8 +700,11 @@ def _run_step(
             run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
             result: Result = _run_command(module, step, options, tried or name)
         except OutputExists as error:
-            if place == len(tries):
-                error.hint = "add \0force\0 to replace it"
+            if error.code != "exists":
+                raise
+            if place == len(tries):  # which has no --name
+                can_replace = str(error.hint).startswith(REPLACE)
+                error.hint = REPLACE if can_replace else f"move it away: auto writes {error.path}"
                 raise
             if tried is None:
                 run.console.info(f"  {name} was fitted with other options and is kept; this one is called {own}")
@@ -716,11 +720,12 @@ def _run_command(module: Any, step: Run, options: CheckedOptions, name: str) -> 
     """Run a command, resuming where the budget or a signal ended it before."""
     if hasattr(options, "resume"):
         suffix = ".nc" if step.command == "hmc" else ".safetensors"
-        if state_path(step.folder.posterior(name, suffix=suffix)).exists():
+        state = state_path(step.folder.posterior(name, suffix=suffix))
+        if state.exists():
             try:
                 resumed: Result = module.execute(step, replace(options, resume=True))  # type: ignore[type-var]
             except DataError as error:
-                if error.code != "resume_mismatch":
+                if error.path != str(state):  # something else than the state
                     raise
                 step.console.info(f"  {error.message}; starting from scratch")
             else:

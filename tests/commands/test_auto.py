@@ -20,6 +20,7 @@ from sklearn.metrics import roc_auc_score
 import bnncli
 from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.artifacts.resume import state_path
 from bnncli.commands import refine
 from bnncli.commands import stack as stack_work
 from bnncli.commands.auto import find_siblings
@@ -221,6 +222,24 @@ def test_trained_flow_is_kept_by_budget(cli: Cli, tmp_path: Path, monkeypatch: p
     header = read_header(tmp_path / "run.bnn/posteriors/refine.safetensors")
     whole = cli("refine", run, "--prior-precision", header.meta["prior_precision"], "--name", "whole", "--json")
     assert whole.json["metrics"]["elbo_after"] == pytest.approx(header.meta["metrics"]["elbo_after"])
+
+
+def test_hints_name_what_auto_can_do(cli: Cli, small_run: Path) -> None:
+    """Files that --force does not replace, and states that a fit of its own would say to start over without --resume."""
+    folder = small_run.with_name("small.bnn")
+    for name in ("stack", "stack-auto"):
+        (folder / f"posteriors/{name}.safetensors").write_text("foreign")
+    done = cli("auto", small_run).expect(73, f"move it away: auto writes {folder}/posteriors/stack-auto.safetensors")
+    assert "--name" not in done.stderr.splitlines()[-1]
+    for name in ("stack", "stack-auto"):
+        (folder / f"posteriors/{name}.safetensors").unlink()
+    (folder / "recommended.json").write_text("foreign")
+    cli("auto", small_run).expect(73, "move it away, or use --run-dir")
+    (folder / "recommended.json").unlink()
+    for name in ("laplace", "refine"):
+        (folder / f"posteriors/{name}.safetensors").unlink()
+    state_path(folder / "posteriors/refine.safetensors").write_text("damaged")
+    cli("auto", small_run, "--full").expect(0, "cannot resume from", "starting from scratch")
 
 
 @pytest.mark.parametrize("words", [("--budget", "soon"), ("--budget", "0s"), ("--dry-run",)], ids=" ".join)
