@@ -142,7 +142,7 @@ def recognise_model(path: Path) -> tuple[str, str] | None:
     return None if found.model in (None, "hf:DIR") or found.suggested is None else (str(found.model), found.suggested)
 
 
-_NETWORK = "NET.py:FACTORY"  # stands for what only the user knows, as TRAIN and CKPT do
+NETWORK = "NET.py:FACTORY"  # stands for what only the user knows, as TRAIN and CKPT do
 _NOT_LINEAR = ("torchvision:squeezenet", "timm:volo")  # in what they do after their last weights
 
 
@@ -187,7 +187,7 @@ class Finding:
             options["last_layer"] = IDENTITY
         split = [f"train={data}"]
         self.suggested = format_command_line(
-            "extract-features", str(path), model=model or _NETWORK, data=split, **options
+            "extract-features", str(path), model=model or NETWORK, data=split, **options
         )
 
     def merge_first(self, sharded: ShardedCheckpoint) -> None:

@@ -261,6 +261,10 @@ class CommandLine:
         values = value if isinstance(value, list) else [] if value is False or value is None else [value]
         return replace(self, parts=(*others, *((name, str(one)) for one in values)))
 
+    def of_checkpoint(self, path: str) -> CommandLine:
+        """Return a copy with another CKPT, of a command that takes one."""
+        return replace(self, parts=tuple((name, path if name is None else value) for name, value in self.parts))
+
     def pasted(self) -> str:
         """Return the command line, quoted for a shell."""
         return shlex.join(self.words())

@@ -72,7 +72,10 @@ def test_weights_of_a_network_in_code_are_given_as_a_file(cli: Cli) -> None:
     line = "bnncli extract-features out/checkpoint-10/model.safetensors --model NET.py:FACTORY --data train=SPEC"
     assert cli("inspect", "out", "--json").json["suggested"] == line
     error = cli("extract-features", "out", "--data", "a=npz:x.npz", "--json").json["error"]
-    assert error["hint"] == "give the checkpoint inside it: out/checkpoint-10/model.safetensors"
+    assert (
+        error["hint"]
+        == "bnncli extract-features out/checkpoint-10/model.safetensors --data a=npz:x.npz --json --model NET.py:FACTORY"
+    )
 
 
 def save_lightning(path: str, best: str | None = None) -> None:
@@ -101,6 +104,12 @@ def test_the_best_checkpoint_of_lightning_logs_is_suggested(cli: Cli, given: str
         "hint"
     ]
     assert hint == f"give the checkpoint inside it: {place}/{name}"
+    done = cli("extract-features", f"runs/{given}", "--data", "train=npz:TRAIN.npz")
+    hint = done.stderr.splitlines()[-1].removeprefix("hint: ")
+    assert hint == f"bnncli extract-features {place}/{name} --data train=npz:TRAIN.npz --model lenet5"
+    cli(*shlex.split(hint)[1:], "--dry-run").expect(0)
+    done = cli("extract-features", f"runs/{given}")
+    assert f"hint: bnncli extract-features {place}/{name} --model lenet5 --data train=SPEC\n" in done.stderr
     cli(*shlex.split(document["suggested"])[1:]).expect(0)
 
 

@@ -26,7 +26,7 @@ from bnncli.artifacts.headers import Header, convert_lookup_errors
 from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, read_trained_header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.run_folder import folder_error
-from bnncli.commands.inspect import recognise_model
+from bnncli.commands.inspect import NETWORK, recognise_model
 from bnncli.data.labels import alphabetical_numbering, columns_of_classes, common_task, is_multi_label
 from bnncli.data.shift import Shift
 from bnncli.data.splits import InputSplit
@@ -106,11 +106,15 @@ def _no_model_error(run: Run, options: ExtractFeaturesOptions) -> UsageError:
         )
         return UsageError(message, hint=trained.pasted() + ("" if is_complete else " \0data\0 SPLIT=SPEC"))
     found = recognise_model(path) if path.exists() else None
+    choice = choose_checkpoint(path) if path.is_dir() else None
+    if choice is not None and choice.path.is_file():
+        line = run.line.of_checkpoint(str(choice.path)).having("model", NETWORK if found is None else found[0])
+        return UsageError(EITHER, hint=(line if is_complete else line.having("data", ["train=SPEC"])).pasted())
     if found is None:
-        is_output = path.is_dir() and (choose_checkpoint(path) or find_sharded_folder(path))
+        is_output = path.is_dir() and (choice or find_sharded_folder(path))
         return UsageError(EITHER, hint=folder_error(path).hint if is_output else None)
-    model, line = found
-    return UsageError(EITHER, hint=run.line.having("model", model).pasted() if is_complete else line)
+    model, suggested = found
+    return UsageError(EITHER, hint=run.line.having("model", model).pasted() if is_complete else suggested)
 
 
 def _own_code_line(run: Run) -> CommandLine | None:
