@@ -28,6 +28,7 @@ from bnncli.commands.report.verdict import (
 )
 from bnncli.errors import DataError
 from bnncli.figures.pages import Missing
+from bnncli.likelihoods import has_exclusive_classes, read_recorded_name
 from bnncli.models.libraries import require
 from bnncli.names import count_noun, printable
 from bnncli.options.scoring import Quantity
@@ -328,6 +329,9 @@ def _write_scores(subject: Subject) -> list[str]:
         f"On {_escape(subject.split)}, {count:,} examples, with 95% intervals over examples. NLL is in nats. "
         "ECE is the mean difference between stated confidence and accuracy."
     )
+    meta = subject.focus.splits(is_ood=False)[subject.split].meta if subject.focus is not None else {}
+    if meta and not has_exclusive_classes(read_recorded_name(meta)):
+        note += " Accuracy is the share of examples with every label right."
     return [_table(("", *_SCORES.values()), rows), note]
 
 
@@ -354,7 +358,8 @@ def _write_use(subject: Subject, group: PredictionGroup) -> list[str]:
         f'answer = run.predict(x, posterior="{group.posterior}", integrator="{group.integrator}")\n'
         "print(answer.classes, answer.probs, answer.interval)\n```"
     )
-    return [code, f"This needs `{printable(subject.name)}` and the folder `{printable(run.folder.root.name)}`."]
+    needed = [subject.name] * run.checkpoint_path.exists() + [run.folder.root.name]
+    return [code, f"This needs {' and '.join(f'`{printable(name)}`' for name in needed)}."]
 
 
 def _find_model(subject: Subject) -> str | None:
@@ -373,7 +378,10 @@ def _shorten(model: str) -> str:
 
 def _list_limits(subject: Subject) -> list[str]:
     judgement, found = subject.judgement, list_misreadings(subject)
-    found.append(judgement.sentence if isinstance(judgement, Missing) else f"{judgement.verdict.sentence}.")
+    if isinstance(judgement, Missing):
+        found.append(judgement.sentence)
+    else:  # what to predict with is said above
+        found.append(f"{judgement.verdict.sentence.partition('; predict with ')[0]}.")
     calibration, detection = describe_calibration_of(subject), describe_detection(subject)
     found += [calibration] if calibration else []
     found.append(detection or "Detection of inputs unlike the training data was not measured.")
