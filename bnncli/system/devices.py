@@ -162,7 +162,7 @@ def keep_settings() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         if torch.get_default_device().type != "cpu":  # only where needed: each operation takes longer in such a block
             stack.enter_context(torch.device("cpu"))
-        for kind in ("cpu", "cuda"):
+        for kind in ("cpu", "cuda", *([MPS] if torch.backends.mps.is_available() else [])):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.no_grad())
         yield
