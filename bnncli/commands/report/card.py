@@ -36,7 +36,7 @@ from bnncli.session.predictions import PredictionGroup
 from bnncli.session.run import Run
 from bnncli.system.input_files import convert_read_errors
 
-FLAG = "--model-card"
+FLAG = "\0model_card\0"
 _START, _END = "<!-- bnncli: start -->", "<!-- bnncli: end -->"
 _FRONT = re.compile(r"\s*---[ \t]*\n(.*?)(?<=\n)---[ \t]*(?:\n|$)", re.DOTALL)  # as the Hub finds it
 _SCORES = {"accuracy": "Accuracy", "nll": "NLL", "ece": "ECE"}
