@@ -36,6 +36,7 @@ from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.data.arrays import ArrayDataset
 from bnncli.data.splits import InputSplit
 from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.evaluation.detectors import DEFAULT_SCORE, FEWEST_ROWS
 from bnncli.models import is_kind
 from bnncli.session.inputs import load_split, posterior_classes, posterior_source
 from bnncli.session.network import RecordedNetwork
@@ -144,6 +145,7 @@ class OpenedRun:
     def __init__(self, session: Session, model: str | None) -> None:
         self.session, self._model = session, model
         self._predictors: dict[Path, tuple[Predictor, str | None]] = {}  # with the digest of train
+        self._scores: tuple[list[str | None], TrainData] | None = None  # with the digests of train and val
         self._network: InputNetwork | None = None
         self.module_network: ModuleNetwork | None = None
         self._folder, self._checkpoint_state = session.folder, session.checkpoint_state
@@ -283,6 +285,32 @@ class OpenedRun:
                 warn_of_few_draws(run, predictor.path, header, samples)
                 return predict(predictor, choice, features, tuple(posterior_classes(run.folder, header)))
 
+    def ood_scores(
+        self, x: str | ArrayLike | Tensor | Image | Sequence[Image], *, allow_stale: bool = False
+    ) -> NDArray[np.float32]:
+        """Return out-of-distribution scores (N,) of N examples: higher is farther from the training data.
+
+        This is the score `combined` of tables and prediction files with its sign turned, as `ood_score` in exported files. It is the
+        same for all posteriors. The first call fits it to the splits train and val.
+
+        Args:
+            x: as in `predict`.
+
+        Raises:
+            DataError: x is neither features nor inputs, or not finite; or the run has no splits train and val to fit the score to.
+        """
+        with self.session.computing(allow_stale=allow_stale) as run:
+            train = self._scored(run)
+            if train.detector is None:
+                message = f"no score {DEFAULT_SCORE}: it needs features of train and of at least {FEWEST_ROWS} examples of val"
+                raise DataError(message, code="no_score")
+            num_features = train.detector_splits[0].stored.shape[1]
+            network, shape = partial(self._input_network, run), partial(self._input_shape, run)
+            scores: NDArray[np.float32] = (
+                -train.detector.scores(self._features(network, x, shape, num_features)).float().numpy()
+            )
+            return scores
+
     def predictor(
         self,
         posterior: str | None = None,
@@ -379,7 +407,7 @@ class OpenedRun:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without cached weights, to pickle the run; its files stay where they are."""
-        return {**vars(self), "_predictors": {}, "_network": None}
+        return {**vars(self), "_predictors": {}, "_scores": None, "_network": None}
 
     def _reader(self, run: Run, num_features: int) -> Callable[[Any], Tensor]:
         """Return a function from features or inputs to features; it opens the network once, on the first inputs."""
@@ -457,13 +485,20 @@ class OpenedRun:
         self._forget_other_weights()
         path = find_named(run, check_text("posterior", name), flag="\0posterior\0", otherwise=run.suggest("status"))
         header, _ = posterior_source(run, path, "posterior")
-        train = _train_digest(run)
+        train = _digest_of(run, "train")
         known, known_train = self._predictors.get(path, (None, None))
         if known is None or (known.header.content_digest, known_train) != (header.content_digest, train):
             data = TrainData(run, trusts_code=self._model is not None, opener=lambda: self._layers_network(run))
             known = Predictor(run, path, header, data)
             self._predictors[path] = known, train
         return known
+
+    def _scored(self, run: Run) -> TrainData:
+        """Return the data with the fitted out-of-distribution score, reused while train and val are unchanged."""
+        digests = [_digest_of(run, "train"), _digest_of(run, "val")]
+        if self._scores is None or self._scores[0] != digests:
+            self._scores = digests, TrainData(run)
+        return self._scores[1]
 
     def _input_network(self, run: Run) -> InputNetwork | ModuleNetwork:
         """Return the run's network, reused while its features and code are unchanged."""
@@ -501,10 +536,10 @@ def _choose_posterior(run: Run, posterior: str | None, integrator: str | None) -
     return posterior or "laplace", integrator
 
 
-def _train_digest(run: Run) -> str | None:
-    """Return the digest of the current training split; None if unreadable, which is reported to its readers."""
+def _digest_of(run: Run, split: str) -> str | None:
+    """Return the digest of a split's current features; None if unreadable, which is reported to its readers."""
     try:
-        return read_header(run.folder.features("train")).content_digest
+        return read_header(run.folder.features(split)).content_digest
     except BnnError:
         return None
 

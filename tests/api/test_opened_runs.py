@@ -243,6 +243,16 @@ def test_predictions_of_every_integrator_are_what_the_command_stored(small_run: 
     assert found == {f"laplace.{name}" for name in expected}
 
 
+def test_outlier_scores_are_those_that_predict_stored_and_need_val(small_run: Path) -> None:
+    run, folder = bnncli.open(small_run), small_run.with_name("small.bnn")
+    for split in ("test", "far"):
+        stored = read_predictions(folder / "predictions/laplace.mc" / f"{split}.h5").combined
+        assert np.array_equal(run.ood_scores(run.split(split).features), -stored)
+    (folder / "features/val.h5").unlink()
+    with pytest.raises(DataError, match="of val"):
+        bnncli.open(small_run).ood_scores(run.split("test").features)
+
+
 def test_arrays_of_any_floating_type_and_home_are_features(finished_run: Path) -> None:
     run = bnncli.open(finished_run)
     features = run.split("test").features
