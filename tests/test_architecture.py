@@ -18,7 +18,7 @@ from bnncli.options.declaration import flag_of
 PACKAGE = Path(__file__).parents[1] / "bnncli"
 LAYERS = (
     ("__init__", "__main__"),
-    ("cli",),
+    ("cli", "callbacks"),
     ("api",),
     ("papers",),  # nothing imports it but the command that runs it
     ("commands",),

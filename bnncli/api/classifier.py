@@ -11,10 +11,11 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import bnncli
+from bnncli.api.commands import METHODS
 from bnncli.errors import UsageError
 from bnncli.lazy import no_grad, torch
 
-_METHODS = {"laplace": ("fit_laplace",), "refine": ("fit_laplace", "refine"), "hmc": ("fit_laplace", "hmc")}
+_METHODS = {name: METHODS[name] for name in ("laplace", "refine", "hmc")}
 
 
 class BayesianClassifier(ClassifierMixin, BaseEstimator):
@@ -67,10 +68,9 @@ class BayesianClassifier(ClassifierMixin, BaseEstimator):
         head = self.base_[-1] if hasattr(self.base_, "steps") else self.base_
         seed = 0 if self.random_state is None else self.random_state
         run = bnncli.from_features((self._features(X), encoded), head=head, seed=seed, device=self.device)
-        first, *others = _METHODS[self.method]
-        getattr(run, first)(prior_precision=self.prior_precision)
-        for name in others:
-            getattr(run, name)()
+        run.fit_laplace(prior_precision=self.prior_precision)
+        for command in METHODS[self.method][1:]:
+            getattr(run, command)()
         self.module_ = run.module(self.method, self.integrator)
         return self
 

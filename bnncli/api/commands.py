@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -22,6 +22,7 @@ from bnncli.options.command import CommandLine, CommonOptions, ComputeOptions, R
 from bnncli.options.declaration import Declared, build_options, declaration, help_of, map_options, spell_options
 from bnncli.progress import Task
 from bnncli.session.run import Table, begin_run, result_document
+from bnncli.session.tracking import execute_and_log
 from bnncli.system.devices import keep_random_state
 
 if TYPE_CHECKING:
@@ -144,6 +145,31 @@ def _convert(name: str, value: object, hint: Any) -> Any:
     return check_typed(name, value, kinds[0])
 
 
+# Commands that make a posterior of features and a last layer, in order, by the posterior's name.
+METHODS = {
+    "temperature": ("fit-temperature",),
+    "stack": ("stack",),
+    "laplace": ("fit-laplace",),
+    "refine": ("fit-laplace", "refine"),
+    "hmc": ("fit-laplace", "hmc"),
+    "auto": ("auto",),
+}
+
+
+def check_keywords(command: str, given: Iterable[str], *, method: str) -> Declared:
+    """Return the declarations of a command's keywords.
+
+    Raises:
+        UsageError: one that was given does not exist.
+    """
+    known = list_keywords(declaration("commands", command, "COMMAND").groups)
+    for name in given:
+        if name not in known:
+            hint = near_miss(name, [*known]) or f"see the options of bnncli {command}"
+            raise UsageError(f"{method}: unexpected keyword {name!r}", hint=hint)
+    return known
+
+
 def run_command(
     session: Session, command: str, given: Mapping[str, object], *, method: str, progress: bool = False
 ) -> CommandResult:
@@ -167,11 +193,7 @@ def run_command(
     ):
         module = registry.load_module("commands", command)
         groups = module.COMMAND.groups
-        known = list_keywords(groups)
-        for name in given:
-            if name not in known:
-                hint = near_miss(name, [*known]) or f"see the options of bnncli {command}"
-                raise UsageError(f"{method}: unexpected keyword {name!r}", hint=hint)
+        known = check_keywords(command, given, method=method)
         chosen = {name: _convert(name, value, known[name][1]) for name, value in given.items() if value is not None}
         compute = {"seed": opened.compute.seed, "device": opened.compute.device}
         options = {group: build_options(group, chosen) for group in groups}
@@ -184,7 +206,7 @@ def run_command(
         first = module.COMMAND.arguments[0]
         run, own = begin_run(line, {first.name: [place] if first.is_many else place}, listener, options)
         with closing(listener.console), torch.inference_mode(False), torch.enable_grad():
-            result = module.execute(run, own)
+            result = execute_and_log(module, run, own)
         if result.failure is not None:
             raise result.failure
         lines = [*result.lines, *(result.summary if not result.tables else [])]

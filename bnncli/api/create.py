@@ -285,6 +285,23 @@ def _numpy(value: Any, what: str) -> np.ndarray:
     return array
 
 
+def _class_labels(value: Any, name: str) -> np.ndarray:
+    """Return labels (N,) or (N, L) of a batch as whole numbers; losses of two classes take floats, in a column or not.
+
+    Raises:
+        DataError: they are no classes.
+    """
+    labels = _numpy(value, f"{name}: labels")
+    labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if labels.dtype.kind != "f":
+        return labels
+    wrong = labels[labels != np.round(labels)]
+    if len(wrong):
+        message = f"{name}: labels must be classes, or zeros and ones; got {wrong.flat[0]:g} (regression targets?)"
+        raise DataError(message, code="bad_labels")
+    return labels.astype(np.int64)
+
+
 def _head_arrays(head: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return weight (K, D) and bias (K,) of a pair, a torch.nn.Linear or a linear classifier of scikit-learn.
 
@@ -400,7 +417,7 @@ class ModuleNetwork:
             if task is not None:
                 task.advance(len(split))
             if is_labeled and batch[1] is not None:
-                labels.append(_numpy(batch[1], f"{name}: labels"))
+                labels.append(_class_labels(batch[1], name))
         if not found:
             raise DataError(f"{name}: no examples", code="empty_split")
         return torch.cat(found), np.concatenate(labels) if labels else None

@@ -35,6 +35,7 @@ from bnncli.options.command import (
     CommandLine,
     CommonOptions,
     ComputeOptions,
+    TrackOptions,
 )
 from bnncli.options.declaration import build_options, flag_of, spell_options
 from bnncli.system import signals
@@ -226,6 +227,7 @@ class _Invocation:
         if common.verbose >= 2:
             logging.basicConfig(stream=sys.stderr, level=logging.DEBUG, force=True)
         from bnncli.session.run import begin_run
+        from bnncli.session.tracking import execute_and_log
 
         arguments = {argument.name: values[argument.name] for argument in command.arguments}
         if command.name == "config-show":
@@ -241,7 +243,7 @@ class _Invocation:
             spread.redirect_prints(),
             spread.join_workers(command.name, own, compute, self.console) as has_work,
         ):
-            result = module.execute(run, own) if has_work else None
+            result = execute_and_log(module, run, own) if has_work else None
         self.console.stop_bar()
         if result is not None and not spread.is_follower():
             self._print(run, result)
@@ -334,7 +336,12 @@ class _Invocation:
         self.console.error(known)
 
 
-_NOT_RECORDED = {spec.name for spec in fields(CommonOptions)} | {"force", "dry_run", "wait", "run_dir"}
+_NOT_RECORDED = {spec.name for group in (CommonOptions, TrackOptions) for spec in fields(group)} | {
+    "force",
+    "dry_run",
+    "wait",
+    "run_dir",
+}
 
 
 def _rewrite_help_word(argv: list[str]) -> list[str]:

@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "CI": "If set, progress is reported as log lines instead of a bar.",
     "BNNCLI_GPUS": "GPUs to share out, such as 0,1,2,3: each process takes the first free one. grid --devices sets it.",
     "CUDA_VISIBLE_DEVICES": "GPUs that bnncli may use.",
+    "MLFLOW_RUN_ID": "Run that --log-to mlflow logs into, instead of a new one.",
     "SOURCE_DATE_EPOCH": "Time in seconds to record in artifacts instead of the current time.",
     "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR": "Set by torchrun to split one command among workers.",
     "OMP_NUM_THREADS": "CPU threads per process, as for PyTorch. grid sets it for its jobs unless it is set.",

@@ -21,7 +21,7 @@ from bnncli.figures import render
 from bnncli.figures.predictions import draw_reliability
 from bnncli.likelihoods import name_to_record
 from bnncli.names import quote_name
-from bnncli.options.command import Argument, Command, CommonOptions
+from bnncli.options.command import Argument, Command, CommonOptions, TrackOptions
 from bnncli.options.declaration import check_split_name, spell_options
 from bnncli.options.scoring import Quantity, ScoreOptions
 from bnncli.session.prediction_files import (
@@ -53,7 +53,7 @@ COMMAND = Command(
     "FILE is npz, npy, csv, Parquet, or a prediction file written by predict. Finds probabilities or logits (N, "
     "C) and labels by name, unless you name them with FILE:probs=COLUMN,label=COLUMN or FILE:ARRAY. Scores and "
     "assertions are those of evaluate. Writes nothing except the plot, if you add --plot.",
-    (ScoreOptions, CommonOptions),
+    (ScoreOptions, TrackOptions, CommonOptions),
     (
         "bnncli score predictions.npz",
         "bnncli score logits.npy --labels test.csv:label --ood far=far.npy --logits",

@@ -130,6 +130,30 @@ class RecordOptions(CheckedOptions):
     record_host: bool = option(False, "Record this machine's name in the artifact.", env_common=True)
 
 
+TRACKERS = ("mlflow", "wandb", "tensorboard")
+
+
+def check_trackers(texts: Sequence[str], flag: str) -> None:
+    """Raise UsageError unless each text is the name of a tracker, or tensorboard:DIR."""
+    for text in texts:
+        name, colon, place = text.partition(":")
+        if name not in TRACKERS or (colon and (name != "tensorboard" or not place)):
+            raise UsageError(f"{flag}: expected mlflow, wandb, tensorboard or tensorboard:DIR; got {text!r}")
+
+
+@dataclass(frozen=True)
+class TrackOptions(CheckedOptions):
+    """Options of commands whose result can be logged."""
+
+    log_to: list[str] = option(
+        [],
+        "Also log the result's numbers to an experiment tracker. The tracker's own settings say where.",
+        metavar="mlflow|wandb|tensorboard[:DIR]",
+        env_common=True,
+        check=check_trackers,
+    )
+
+
 @dataclass(frozen=True)
 class NameOptions(CheckedOptions):
     """Options that name the output artifact."""
@@ -149,7 +173,7 @@ class NameOptions(CheckedOptions):
             check_artifact_name(self.name, "\0name\0")
 
 
-COMPUTE = (ComputeOptions, RecordOptions, WriteOptions, LockOptions, RunOptions, CommonOptions)
+COMPUTE = (ComputeOptions, RecordOptions, WriteOptions, LockOptions, TrackOptions, RunOptions, CommonOptions)
 READ = (RunOptions, CommonOptions)
 # sections of the list of commands, in display order
 SECTIONS = ("Start", "Fit", "Use", "Judge", "Files", "Research", "More")
@@ -214,8 +238,11 @@ def own_options(**specs: Any) -> type[CheckedOptions]:
 Groups = Sequence[type[CheckedOptions]]
 Part = tuple[str | None, str]  # option name (None for a positional argument) and value as typed
 MAX_LENGTH = 10_000  # of all words together; a list of data sets may be long
-# Options left to the user who pastes the command: output streams, the run folder, overwriting.
-_NOT_SHOWN = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
+# Options left to the user who pastes the command: output streams, trackers, the run folder, overwriting.
+_NOT_SHOWN = {spec.name for group in (CommonOptions, TrackOptions, RunOptions) for spec in fields(group)} | {
+    "force",
+    "dry_run",
+}
 _NO_VALUE = "True"
 
 

@@ -58,7 +58,7 @@ _WAIT = 60.0  # seconds for a lock: processes of a reproduction that was killed 
 _OF_RUNS: dict[type, str] = {
     **{command.RunOptions: "run_options", command.WriteOptions: "write", command.ComputeOptions: "compute"},
     **{command.NameOptions: "naming", command.LockOptions: "lock", command.InputOptions: "inputs"},
-    command.RecordOptions: "record",
+    **{command.RecordOptions: "record", command.TrackOptions: "track"},
 }
 
 

@@ -32,6 +32,7 @@ from bnncli.options.command import (
     NameOptions,
     RecordOptions,
     RunOptions,
+    TrackOptions,
     WriteOptions,
     format_command_line,
     own_command,
@@ -242,6 +243,7 @@ class Run:
     lock: LockOptions = field(default_factory=LockOptions)
     inputs: InputOptions = field(default_factory=InputOptions)
     record: RecordOptions = field(default_factory=RecordOptions)
+    track: TrackOptions = field(default_factory=TrackOptions)
     is_named: bool = False
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -436,6 +438,7 @@ SHARED_OPTIONS = (
     InputOptions,
     ComputeOptions,
     RecordOptions,
+    TrackOptions,
     NameOptions,
 )
 
@@ -460,6 +463,7 @@ def begin_run(
         lock=options.get(LockOptions, LockOptions()),
         inputs=options.get(InputOptions, InputOptions()),
         record=options.get(RecordOptions, RecordOptions()),
+        track=options.get(TrackOptions, TrackOptions()),
         **{"compute": options.get(ComputeOptions, ComputeOptions()), **beside},
     )
     return found, next((options[group] for group in line.groups if group not in SHARED_OPTIONS), None)

@@ -22,16 +22,27 @@ from bnncli.cli.options import _parse_text, option_fields
 from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.errors import Interrupted, UsageError
-from bnncli.options.command import CommandLine, CommonOptions, RecordOptions, RunOptions, WriteOptions, own_command
+from bnncli.options.command import (
+    CommandLine,
+    CommonOptions,
+    RecordOptions,
+    RunOptions,
+    TrackOptions,
+    WriteOptions,
+    own_command,
+)
 from bnncli.options.declaration import build_options, choices_of, flag_of, spell_options
 from bnncli.options.shared import find_unmet_conditions, parse_until
 from bnncli.session import produce as resumable
 
 MAKERS = {one.name: one.groups for one in own_commands() if RecordOptions in one.groups}
-LEFT_OUT = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
+LEFT_OUT = {spec.name for group in (CommonOptions, TrackOptions, RunOptions) for spec in fields(group)} | {
+    "force",
+    "dry_run",
+}
 SAMPLES = (
     "3", "0.5", "x", "-1", "a=b", "x.png", "x.csv", "nll", "ece<=0.1", "rhat<=1.01", "test", "x.safetensors",
-    "val=test:20", "max_prob", "cpu", "2,3", "mc", "16", "5000", "5m", "jpeg:3",
+    "val=test:20", "max_prob", "cpu", "2,3", "mc", "16", "5000", "5m", "jpeg:3", "wandb",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.comparison import Sample, Standing, fewest_replicates, standings
 from bnncli.evaluation.detectors import prediction_detectors
 from bnncli.evaluation.scores import all_scores
-from bnncli.options.command import READ, Argument, Command, InputOptions, WriteOptions
+from bnncli.options.command import READ, Argument, Command, InputOptions, TrackOptions, WriteOptions
 from bnncli.options.declaration import CheckedOptions, declare_option_group, option
 from bnncli.options.scoring import Quantity, declare_comparison_options, parse_score
 from bnncli.options.shared import check_variant, chosen_layers_option
@@ -116,7 +116,7 @@ COMMAND = Command(
     "With one checkpoint, bootstraps over examples; with several (seeds of one experiment), tests over "
     "checkpoints. Marks the best score in each column and those that are not significantly worse (family-wise "
     "--alpha per column). With --baseline, tests each posterior against the baseline (Holm).",
-    (CompareOptions, InputOptions, WriteOptions, *READ),
+    (CompareOptions, InputOptions, WriteOptions, TrackOptions, *READ),
     (
         "bnncli compare ckpt.pt",
         "bnncli compare ckpt.pt --baseline map --metric nll --metric ece:equal-mass",

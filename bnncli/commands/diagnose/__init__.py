@@ -50,7 +50,7 @@ from bnncli.inference.memory import block_bytes, made_draw_bytes, network_bytes
 from bnncli.integrators import load_integrator
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
-from bnncli.options.command import READ, Command, ComputeOptions, InputOptions
+from bnncli.options.command import READ, Command, ComputeOptions, InputOptions, TrackOptions
 from bnncli.options.declaration import CheckedOptions, option
 from bnncli.options.shared import INHERIT, LayersOptions, chosen_layers_option, trust_code_option
 from bnncli.parameters.layouts import ClassifierLayout
@@ -96,7 +96,7 @@ COMMAND = Command(
     "A Gaussian or flow fits well if its log importance weights spread by at most 2 nats and Pareto k is below "
     "its threshold. Draws fit well if R-hat is at most 1.05, there are at least 400 effective draws and none "
     "diverged. Also shows which posterior predicts best on val. Writes nothing.",
-    (DiagnoseOptions, InputOptions, ComputeOptions, *READ),
+    (DiagnoseOptions, InputOptions, ComputeOptions, TrackOptions, *READ),
     (
         "bnncli diagnose ckpt.pt",
         "bnncli diagnose ckpt.pt --posterior laplace --strict --json | jq .verdict",

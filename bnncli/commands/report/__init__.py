@@ -23,6 +23,7 @@ from bnncli.options.command import (
     ComputeOptions,
     InputOptions,
     LockOptions,
+    TrackOptions,
     WriteOptions,
     accept_poor_network_option,
 )
@@ -93,7 +94,7 @@ COMMAND = Command(
     "The file is self-contained and reproducible byte for byte. It shows the verdict of diagnose and the scores "
     "of evaluate (run evaluate first), with a table behind each figure. If you give several checkpoints, it "
     "compares them.",
-    (ReportOptions, InputOptions, ComputeOptions, WriteOptions, LockOptions, *READ),
+    (ReportOptions, InputOptions, ComputeOptions, WriteOptions, LockOptions, TrackOptions, *READ),
     (
         "bnncli report ckpt.pt",
         "bnncli report ckpt.pt --out report.html --figures figures --figure-format pdf",
