@@ -20,6 +20,7 @@ from bnncli import api, errors, registry
 from bnncli.api.commands import CommandMethod
 from bnncli.api.create import GivenPredictions
 from bnncli.api.predictions import LoadedPredictor
+from bnncli.callbacks.fitting import PosteriorFit
 from bnncli.cli.commands import all_commands
 from bnncli.cli.options import default_of, option_fields
 from bnncli.cli.topics import ADVICE, ENVIRONMENT
@@ -34,6 +35,8 @@ FAMILIES = (
     ("flows", "Flows", "`refine --flow NAME`"),
     ("integrators", "Integrators", "`predict --integrator NAME`"),
 )
+
+NAMES = {PosteriorFit: "bnncli.callbacks.lightning.FitPosterior, bnncli.callbacks.transformers.FitPosterior"}
 
 
 def main() -> None:
@@ -255,8 +258,9 @@ def python_page() -> str:
         api.SplitArrays,
         GivenPredictions,
         bnncli.BayesianClassifier,
+        PosteriorFit,
     ):
-        lines += [f"## `{kind.__name__}`\n", *docstring(kind), ""]
+        lines += [f"## `{NAMES.get(kind, kind.__name__)}`\n", *docstring(kind), ""]
         for name, member in vars(kind).items():
             if name.startswith("_"):
                 continue

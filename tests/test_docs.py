@@ -112,7 +112,10 @@ def test_readme_is_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
-LIBRARIES = ("text-classifier.md",)  # run beside the library: tests/models/test_hf_tutorial.py
+LIBRARIES = (
+    "text-classifier.md",
+    "training.md",
+)  # run beside the libraries: tests/models/test_hf_tutorial.py, tests/callbacks
 RUNNABLE = [page for page in PAGES if any(one.runs for one in blocks_of(page)) and page.name not in LIBRARIES]
 
 
