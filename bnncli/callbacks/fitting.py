@@ -90,10 +90,7 @@ class PosteriorFit:
         Raises:
             BnnError: there is no validation data, or as `from_torch` and the method.
         """
-        if train is None or val is None:
-            what = "training" if train is None else "validation"
-            raise UsageError(f"no {what} data", hint=f"pass {'train' if train is None else 'val'}= to FitPosterior")
-        data = {"train": read_in_order(train, self.pick), "val": read_in_order(val, self.pick)}
+        data = {name: read_in_order(one, self.pick, name) for name, one in (("train", train), ("val", val))}
         with _keep_random_states():
             run = from_torch(module, **data, device=device, **self.place)
             *first, last = METHODS[self.method]
@@ -137,10 +134,17 @@ class Pick:
 _WHOLE = (RandomSampler, SequentialSampler, DistributedSampler)  # samplers of all examples, in some order
 
 
-def read_in_order(data: Any, pick: Pick | None) -> Any:
-    """Return a loader of the examples of a DataLoader or Dataset, each once and in order; other data as given."""
-    if isinstance(data, list) and len(data) == 1:
-        data = data[0]
+def read_in_order(data: Any, pick: Pick | None, name: str) -> Any:
+    """Return a loader of the examples of a DataLoader or Dataset, each once and in order; other data as given.
+
+    Raises:
+        UsageError: there are no data, or several loaders.
+    """
+    given = list(data.values()) if isinstance(data, dict) else data if isinstance(data, list) else [data]
+    if len(given) != 1 or given[0] is None:
+        found = f"{len(given)} data loaders" if len(given) > 1 else "no data"
+        raise UsageError(f"{name}: {found}; pass {name}= to FitPosterior")
+    (data,) = given
     if isinstance(data, Dataset):
         data = DataLoader(data, BATCH_SIZE)
     if not isinstance(data, DataLoader):

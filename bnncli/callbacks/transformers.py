@@ -48,9 +48,9 @@ class FitPosterior(PosteriorFit, TrainerCallback):
 
 
 def _load_like(loader: DataLoader, data: Any) -> Any:
-    """Return a loader of a data set with the columns and collation of another loader; other data as given."""
+    """Return a loader of a data set, or list of examples, with the columns and collation of another loader; other data as given."""
     if hasattr(data, "select_columns") and hasattr(loader.dataset, "column_names"):
         data = data.select_columns(loader.dataset.column_names)
-    elif not isinstance(data, Dataset):
+    elif not isinstance(data, Dataset | list):
         return data
     return DataLoader(data, loader.batch_size or BATCH_SIZE, collate_fn=loader.collate_fn)

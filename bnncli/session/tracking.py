@@ -109,7 +109,11 @@ def _log(text: str, tracker: Tracker, run: Run, logged: LoggedResult) -> dict[st
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return _hide_password(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+def _hide_password(text: str) -> str:
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 class Tracker(Protocol):
@@ -119,7 +123,7 @@ class Tracker(Protocol):
         """Log a result and return where it is."""
 
 
-_MOST_AT_ONCE = 100  # parameters and tags in one request to a server of MLflow; of metrics, 1000
+_MOST_AT_ONCE = 100  # parameters or tags in one request to a server of MLflow
 _LONGEST_PARAMETER = 6000
 
 
@@ -149,7 +153,7 @@ class MLflow:
                 self.library.set_tags(some)
             for path in result.files:
                 self.library.log_artifact(str(path))
-        return f"{self.library.get_tracking_uri()}, run {run.info.run_id}"
+        return f"{_hide_password(self.library.get_tracking_uri())}, run {run.info.run_id}"
 
 
 @dataclass(frozen=True)

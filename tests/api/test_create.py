@@ -138,6 +138,15 @@ def test_a_module_may_return_probabilities_or_have_several_labels() -> None:
     assert np.allclose(softmax.predict(x, posterior="map").probs, module(x).softmax(1).detach(), atol=1e-6)
 
 
+def test_labels_of_two_classes_may_be_floats_in_a_column_and_targets_are_refused() -> None:
+    module, x = nn.Linear(5, 1), torch.randn(40, 5)
+    y = (x[:, :1] > 0).float()
+    runs = [bnncli.from_torch(module, (x, one)) for one in (y, y[:, 0], y[:, 0].int())]
+    assert all(np.array_equal(run.split("train").labels, y[:, 0]) for run in runs)
+    with pytest.raises(DataError, match=r"train: labels must be classes, or zeros and ones; got 0\.5 \(regression"):
+        bnncli.from_torch(module, (x, y / 2))
+
+
 def test_bytes_are_scaled_and_dicts_go_in_by_name() -> None:
     class ByName(nn.Module):
         def __init__(self) -> None:

@@ -44,7 +44,7 @@ def train(callbacks: Any, *loaders: Any, package: str = "lightning.pytorch", out
             x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
             return self(x).square().mean() if outputs == 1 else nn.functional.cross_entropy(self(x), y)
 
-        def validation_step(self, batch: Any, index: int) -> None:
+        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
             """Lightning asks for one where there is a loader."""
 
         def configure_optimizers(self) -> Any:
@@ -100,7 +100,8 @@ def test_rows_of_a_sampler_and_parts_of_a_batch_are_found() -> None:
 
 
 WRONG = {
-    "no validation data; pass val= to FitPosterior": {"loaders": [DataLoader(TRAIN, 32)]},
+    "val: no data; pass val= to FitPosterior": {"loaders": [DataLoader(TRAIN, 32)]},
+    "val: 2 data loaders; pass val= to FitPosterior": {"loaders": [DataLoader(TRAIN, 32), [DataLoader(VAL, 32)] * 2]},
     "val: labels must be classes, or zeros and ones; got 0.5": {"val": (X[:9], torch.full((9, 1), 0.5))},
     "last_layer: expected one of 'net.0', 'net.3'; got 'nothing'": {"last_layer": "nothing"},
     "IndexError: list index out of range": {"inputs": 0, "labels": lambda batch: batch[7]},

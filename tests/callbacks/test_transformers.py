@@ -105,7 +105,7 @@ def test_scores_are_logged_for_the_best_model(tmp_path: Path) -> None:
 
 
 def test_the_validation_data_may_be_given(tmp_path: Path) -> None:
-    callback = FitPosterior("temperature", val=Texts(60, 2))
+    callback = FitPosterior("temperature", val=Texts(60, 2).rows)
     train(tmp_path, callback, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
     assert callback.run.split("val").labels.tolist() == [row["labels"] for row in Texts(60, 2).rows]
 
