@@ -43,4 +43,3 @@ class FitPosterior(PosteriorFit, Callback):
                 pl_module.to(before)
             for logger in trainer.loggers:
                 logger.log_metrics(scores, step=trainer.global_step)
-                logger.save()

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,18 @@ def one_run() -> Any:
     return found
 
 
+def finished_records(folder: Path) -> list[Any]:
+    """The records of the only offline run in a folder, once its service has written the last one."""
+    for _ in range(200):
+        records = list(wandb_records(folder))
+        if records and records[-1].HasField("exit"):
+            return records
+        time.sleep(0.05)
+    raise AssertionError("the run has no end")
+
+
 def wandb_records(folder: Path) -> Iterator[Any]:
-    """The records of the only offline run in a folder: a log of blocks, as of LevelDB, of protocol buffers."""
+    """The records that are in the file: a log of blocks, as of LevelDB, of protocol buffers."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -106,7 +117,7 @@ def test_weights_and_biases_has_numbers_and_options(cli: Cli, small_run: Path, t
     library("wandb")
     done = cli("fit-temperature", small_run, "--log-to", "wandb", "--json", "-q").expect(0)
     assert done.stderr == ""
-    records = list(wandb_records(tmp_path))
+    records = finished_records(tmp_path)
     logged = [item for one in records if one.HasField("history") for item in one.history.item]
     found = {"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in logged}
     numbers = without_time(list_numbers(done.json))
