@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
-from bnncli.api.session import Listener, Session, check_typed, keywords, refuse_exits
+from bnncli.api.session import (
+    Listener,
+    Session,
+    check_typed,
+    convert_errors_to_python,
+    keywords,
+    refuse_exits,
+)
 from bnncli.console import Console
 from bnncli.errors import UsageError
 from bnncli.lazy import torch
@@ -156,18 +163,26 @@ METHODS = {
 }
 
 
-def check_keywords(command: str, given: Iterable[str], *, method: str) -> Declared:
-    """Return the declarations of a command's keywords.
+def convert_keywords(command: str, given: Mapping[str, object], *, method: str) -> dict[str, Any]:
+    """Return a command's keywords in the types of its options; None leaves a default.
 
     Raises:
-        UsageError: one that was given does not exist.
+        UsageError: there is no such option, or a value has another type.
     """
     known = list_keywords(declaration("commands", command, "COMMAND").groups)
     for name in given:
         if name not in known:
             hint = near_miss(name, [*known]) or f"see the options of bnncli {command}"
             raise UsageError(f"{method}: unexpected keyword {name!r}", hint=hint)
-    return known
+    return {name: _convert(name, value, known[name][1]) for name, value in given.items() if value is not None}
+
+
+def check_keywords(command: str, given: Mapping[str, object], *, method: str) -> None:
+    """Raise UsageError unless the command takes the keywords and their values."""
+    with convert_errors_to_python():
+        chosen = convert_keywords(command, given, method=method)
+        for group in declaration("commands", command, "COMMAND").groups:
+            build_options(group, chosen)
 
 
 def run_command(
@@ -193,8 +208,7 @@ def run_command(
     ):
         module = registry.load_module("commands", command)
         groups = module.COMMAND.groups
-        known = check_keywords(command, given, method=method)
-        chosen = {name: _convert(name, value, known[name][1]) for name, value in given.items() if value is not None}
+        chosen = convert_keywords(command, given, method=method)
         compute = {"seed": opened.compute.seed, "device": opened.compute.device}
         options = {group: build_options(group, chosen) for group in groups}
         options[RunOptions] = opened.run_options

@@ -98,6 +98,7 @@ def _open(text: str, run: Run) -> Tracker:
 def _log(text: str, tracker: Tracker, run: Run, logged: LoggedResult) -> dict[str, Any]:
     """Log a result, and return its entry in the document; warn if that fails."""
     place = None
+    run.console.poll(f"logging to {text}")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # where results go
             place = tracker.log(logged)

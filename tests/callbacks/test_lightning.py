@@ -124,6 +124,13 @@ def test_what_is_wrong_is_one_warning_or_an_error(message: str) -> None:
 
 
 def test_arguments_are_checked_before_the_training() -> None:
-    for options in ({"method": "magic"}, {"on_error": "ignore"}, {"inputs": 0}, {"structur": "kron"}):
+    for options in (
+        {"method": "magic"},
+        {"on_error": "ignore"},
+        {"inputs": 0},
+        {"structur": "kron"},
+        {"structure": "krn"},
+        {"draws": "many"},
+    ):
         with pytest.raises(UsageError):
             FitPosterior(**options)
