@@ -14,8 +14,8 @@ from bnncli.commands.fit_laplace import LOO, FitLaplaceOptions
 from bnncli.commands.fit_laplace.last_layer import LastLayerLaplace, fit_last_layer
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.recommendation import score_predictive
+from bnncli.inference.stacking import SHARED_RANGE, fit_shared_temperature
 from bnncli.inference.structure_choice import MOST_LEFT_OUT
-from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
 from bnncli.lazy import no_grad, torch
 from bnncli.models.checkpoints import load_checkpoint
 from bnncli.models.head import Head

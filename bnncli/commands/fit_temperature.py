@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.artifacts.headers import Header
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
+from bnncli.evaluation.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
 from bnncli.lazy import torch
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import CheckedOptions, option

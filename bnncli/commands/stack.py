@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DeviceError, UsageError
+from bnncli.evaluation.temperature import LabelledLogits, fit_temperature
 from bnncli.inference.prior_variants import stratified_folds
+from bnncli.inference.stacking import RefittedHead, refit_head, stacking_weights
 from bnncli.inference.structure_choice import NUM_FOLDS, fit_seconds
-from bnncli.inference.temperature import LabelledLogits, RefittedHead, fit_temperature, refit_head, stacking_weights
 from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions

@@ -497,7 +497,7 @@ def _score_at_best_temperature(
     other data.
     """
     from bnncli.evaluation.recommendation import score_predictive
-    from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses
+    from bnncli.evaluation.temperature import LabelledLogits, fit_temperature, held_out_losses
 
     assert val.content.labels is not None
     likelihood, logits = val.layout.likelihood, logits_on_val(run, posterior, val)

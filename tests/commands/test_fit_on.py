@@ -22,8 +22,8 @@ from bnncli.artifacts.posteriors import read_posterior, write_posterior
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.samples import read_samples
 from bnncli.cli.execute import run_command_line
+from bnncli.evaluation.temperature import LabelledLogits, fit_temperature
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.integrators import load_integrator
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian

@@ -17,7 +17,7 @@ from sklearn.linear_model import LogisticRegression
 from bnncli.artifacts.posteriors import read_posterior
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands import auto, stack
-from bnncli.inference.temperature import stacking_weights
+from bnncli.inference.stacking import stacking_weights
 from bnncli.system.signals import BudgetSpent
 
 

@@ -48,7 +48,7 @@ from bnncli.flows.affine import Affine
 from bnncli.inference import elbo as module
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.temperature import stacking_weights
+from bnncli.inference.stacking import stacking_weights
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow

@@ -17,18 +17,16 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from bnncli.artifacts.features import read_features
-from bnncli.inference import temperature as module
-from bnncli.inference.prior_variants import stratified_folds
-from bnncli.inference.temperature import (
+from bnncli.evaluation import temperature as module
+from bnncli.evaluation.temperature import (
     LARGEST,
     SMALLEST,
     LabelledLogits,
-    fit_shared_temperature,
     fit_temperature,
     held_out_losses,
-    refit_head,
-    stacking_weights,
 )
+from bnncli.inference.prior_variants import stratified_folds
+from bnncli.inference.stacking import fit_shared_temperature, refit_head, stacking_weights
 from bnncli.likelihoods import likelihood_of
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
@@ -77,7 +75,7 @@ def test_the_slope_is_zero_at_the_temperature_and_blocks_do_not_change_it(monkey
     torch.nn.functional.cross_entropy(beta * logits.double(), labels).backward()
     assert beta.grad is not None
     assert abs(float(beta.grad)) < 1e-12
-    monkeypatch.setattr(module, "_BLOCK_LOGITS", 7 * 5)
+    monkeypatch.setattr(module, "BLOCK_LOGITS", 7 * 5)
     assert fit_temperature(labelled(logits, labels)).temperature == pytest.approx(fit.temperature, rel=1e-12)
 
 
@@ -101,7 +99,7 @@ def test_held_out_losses_are_those_of_refitting_without_each_example(num_classes
 def test_one_temperature_of_several_networks_is_the_best_for_their_mean_and_judged_without_each_example(
     likelihood: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BLOCK_LOGITS", 500)
+    monkeypatch.setattr(module, "BLOCK_LOGITS", 500)
     logits, labels = make_logits(3, scale=3.0)
     generator = torch.Generator().manual_seed(9)
     every = torch.stack([logits + torch.randn(300, 3, generator=generator) for _ in range(4)])

@@ -18,6 +18,7 @@ from bnncli.commands.fit_laplace.shared import (
     warn_of_missing_classes,
 )
 from bnncli.errors import DataError, UsageError
+from bnncli.evaluation.temperature import LabelledLogits, fit_temperature
 from bnncli.inference import memory, structure_choice
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.memory import NUM_DRAWS
@@ -40,7 +41,6 @@ from bnncli.inference.prior_search import (
 from bnncli.inference.prior_variants import Fold, FoldSearch, search_folds, stratified_folds
 from bnncli.inference.row_space import RowLift, lift_fit
 from bnncli.inference.structure_choice import NUM_FOLDS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
-from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import HeadLayout, MatrixLayout
 from bnncli.parameters.prior import Prior
