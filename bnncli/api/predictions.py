@@ -16,6 +16,7 @@ from bnncli.lazy import torch
 from bnncli.numerics.random import stream
 from bnncli.options.declaration import settings_of
 from bnncli.options.predict import PredictOptions
+from bnncli.posteriors import draw
 from bnncli.session.predictor import IntegratorChoice, Predictor, RequestedIntegrators, count_stored_draws
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class OpenedPosterior:
             if 0 < stored < num:
                 run.console.warn(f"asked for {num} draws, but {self.name} has only {stored}; returning all of them")
             self._predictor.require_memory(min(num, stored or num), option="num")
-            draws: Tensor = self._predictor.posterior.sample(num, stream(chosen, "predict/draws"))
+            draws = draw(self._predictor.posterior, num, stream(chosen, "predict/draws"))
             return draws.clone() if 0 < stored <= num else draws  # never the posterior's own tensor
 
     def by_name(self, theta: Tensor) -> dict[str, Tensor]:

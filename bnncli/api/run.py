@@ -165,7 +165,7 @@ class OpenedRun:
 
     @property
     def posteriors(self) -> tuple[str, ...]:
-        """Names of the posteriors: map, temperature, laplace, refine, hmc, then the others."""
+        """Names of the posteriors: map, temperature, calibration, laplace, refine, hmc, then the others."""
         return tuple(path.stem for path in self.session.folder.posteriors())
 
     def split(self, name: str, *, allow_stale: bool = False) -> SplitArrays:
@@ -344,6 +344,7 @@ class OpenedRun:
             again = partial(self.predictor, str(predictor.path.absolute()), **own)
             return LoadedPredictor(classes, self.session, predictor, choice, reader, again)
 
+    fit_calibration = CommandMethod("fit-calibration")
     fit_temperature = CommandMethod("fit-temperature")
     fit_laplace = CommandMethod("fit-laplace")
     refine = CommandMethod("refine")

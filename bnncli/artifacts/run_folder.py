@@ -150,8 +150,10 @@ class RunFolder:
         return sorted(found, key=lambda name: (name != "train", name))
 
     def posteriors(self) -> list[Path]:
-        """Return the files of the posteriors: map, temperature, laplace, refine, hmc, then the others by name."""
-        order = {name: rank for rank, name in enumerate(("map", "temperature", "laplace", "refine", "hmc"))}
+        """Return the files of the posteriors: map, temperature, calibration, laplace, refine, hmc, then the others by name."""
+        order = {
+            name: rank for rank, name in enumerate(("map", "temperature", "calibration", "laplace", "refine", "hmc"))
+        }
         found = [path for path in (self.root / "posteriors").glob("[!.]*") if path.suffix in POSTERIOR_SUFFIXES]
         return sorted(found, key=lambda path: (order.get(path.stem, len(order)), path.name))
 

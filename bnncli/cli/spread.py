@@ -27,6 +27,7 @@ SPREAD = (
     "fit-vi",
     "fit-swag",
     "fit-sghmc",
+    "fit-calibration",
     "fit-temperature",
     "fit-lbbnn",
     "train",

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import NumericError, UsageError
 from bnncli.evaluation.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
 from bnncli.lazy import torch
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import CheckedOptions, option
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.point import Point
 from bnncli.registry import has_attribute, names
 from bnncli.session import revisions as _revisions
@@ -58,16 +60,7 @@ COMMAND = Command(
 def execute(run: Run, options: FitTemperatureOptions) -> Result:
     """Fit and publish. The result's metrics have the temperature and the NLL before and after."""
     val = require_labeled_val(run, "a temperature is fitted")
-    sources, base_path = [val.source], None
-    if options.base is not None:
-        base_path = find_named(
-            run, options.base, flag="--base", otherwise=run.suggest("fit-laplace", name=options.base)
-        )
-        header, source = posterior_source(run, base_path, "base")
-        _check_has_center(base_path, header)
-        sources.append(source)
-    elif val.content.head_weight is None:
-        raise UsageError("this run has no network whose last layer could be scaled; give --base NAME")
+    base_path, sources = find_scaled(run, options.base, val)
     request = posterior_request(
         run,
         "temperature",
@@ -82,6 +75,39 @@ def execute(run: Run, options: FitTemperatureOptions) -> Result:
         return fit_factor(run, val, base_path)
 
     return produce_posterior(run, request, fit, _report)
+
+
+def find_scaled(run: Run, base: str | None, val: Split) -> tuple[Path | None, list[Source]]:
+    """Return the file of the posterior whose mean is calibrated, None for the network, and all sources.
+
+    Raises:
+        MissingInput, UsageError: there is none, or it has no mean over the last layer.
+    """
+    if base is None:
+        if val.content.head_weight is None:
+            raise UsageError("this run has no network whose last layer could be scaled; give --base NAME")
+        return None, [val.source]
+    path = find_named(run, base, flag="--base", otherwise=run.suggest("fit-laplace", name=base))
+    header, source = posterior_source(run, path, "base")
+    _check_has_center(path, header)
+    return path, [val.source, source]
+
+
+def open_scaled(run: Run, val: Split, base_path: Path | None) -> tuple[Tensor, HeadLayout, Any, dict[str, str]]:
+    """Return what is calibrated: theta (P,) of the network's head or the mean of the base, and its layout.
+
+    Also return what gives its logits on val, out of fold if the base was fitted to val, and the metadata of the rows that
+    the base was fitted to.
+    """
+    if base_path is None:
+        return val.start(), val.layout, Point(val.start(), val.layout), {}
+    base, header = open_posterior(base_path)
+    theta, layout = base.center.double(), base.layout
+    val.check_fits(layout)
+    judged: Any = Point(theta, layout)
+    if is_fitted_to(header, val):
+        judged = out_of_fold(header, base.to(run.device), val, TrainData(run).target)
+    return theta, layout, judged, fit_on_meta(header)
 
 
 def _check_has_center(path: Path, header: Header) -> None:
@@ -107,15 +133,7 @@ _WHY_UNBOUNDED = {
 
 def fit_factor(run: Run, val: Split, base_path: Path | None) -> FitOutput:
     """Divide the network's head, or the mean of the base, by the best temperature."""
-    theta, layout, told = val.start(), val.layout, {}
-    judged: Any = Point(theta, layout)
-    if base_path is not None:
-        base, header = open_posterior(base_path)
-        theta, layout, told = base.center.double(), base.layout, fit_on_meta(header)
-        val.check_fits(layout)
-        judged = Point(theta, layout)
-        if is_fitted_to(header, val):
-            judged = out_of_fold(header, base.to(run.device), val, TrainData(run).target)
+    theta, layout, judged, told = open_scaled(run, val, base_path)
     labels = val.labels(run.device)
     logits = logits_on_val(run, judged, val)
     fit = fit_temperature(LabelledLogits(logits, labels, layout.likelihood), progress=run.console)

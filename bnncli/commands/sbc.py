@@ -202,6 +202,7 @@ _APART = "its networks were trained separately, and simulated last-layer labels 
 _NO_FIT = {  # by method, why not; it may have another name
     "map": _POINT,
     "temperature": _POINT,
+    "calibration": _POINT,
     "prune": _POINT,
     "merge": "it merges several hmc fits; test one of them",
     "ensemble": _APART,

@@ -86,7 +86,7 @@ _EXACT_SD = 1e-6  # nats; the weights are equal, so no tail can be fitted
 _SHOWN_P = 0.01  # below it, draws differ significantly
 DENSITIES = ("gaussian", "flow")
 LINEAR_DRAWS = "linear-draws"
-POINTS = ("point", "sparse")
+POINTS = ("point", "sparse", "calibrated")
 
 
 @dataclass(frozen=True)

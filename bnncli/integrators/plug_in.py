@@ -21,6 +21,8 @@ from bnncli.progress import SILENT, Progress
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.evaluation.calibration_maps import CalibrationMap
+
 
 class HasCenter(HasLayout, Protocol):
     """A posterior with a representative theta: the point, the Gaussian's mean, the mean of the draws."""
@@ -60,17 +62,28 @@ class PlugIn(Integrator):
         require_support("plug-in", posterior)
         center = posterior.center
         assert center is not None
-        return predict_at(posterior.layout, center, features, progress)
+        calibration = getattr(posterior, "calibration", None)
+        return predict_at(posterior.layout, center, features, progress, calibration)
 
 
-def predict_at(layout: ClassifierLayout, theta: Tensor, features: Tensor, progress: Progress) -> Prediction:
-    """Return class probabilities of features (N, D) under one theta (P,)."""
+def predict_at(
+    layout: ClassifierLayout,
+    theta: Tensor,
+    features: Tensor,
+    progress: Progress,
+    calibration: CalibrationMap | None = None,
+) -> Prediction:
+    """Return class probabilities of features (N, D) under one theta (P,), through a calibration map if there is one."""
     check_features(layout, features)
     stacked = theta.to(features).unsqueeze(0)
     probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
     task = progress.task("predict", features.shape[0])
     for rows in slices(features.shape[0], examples_at_once(features, layout.widest)):
         logits = layout.logits(features[rows], stacked)[0]
-        probs[rows] = layout.likelihood.class_probabilities(logits, dim=1)
+        if calibration is None:
+            probs[rows] = layout.likelihood.class_probabilities(logits, dim=1)
+        else:
+            classes = layout.likelihood.balanced_class_logits(logits, dim=1)
+            probs[rows] = calibration.probs(classes).float()
         task.advance(rows.stop - rows.start)
     return Prediction.from_probs(probs, is_exclusive=layout.likelihood.is_exclusive)

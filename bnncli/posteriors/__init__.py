@@ -3,7 +3,8 @@
 Every kind has a `type`, a `layout`, `sample(num_samples, generator) -> (S, P)` and `to(device)`. Integrators look up
 further capabilities by name: `num_stored` (the number of stored draws), `weights` (of its `members`, which are the
 whole posterior), `sample_whole(num_samples)` (whether that many draws give an exact mean), `center` (P,),
-`logit_marginals(features)`, `logit_moments(features)`, `logit_root(features)`, `log_density(theta)`; and where theta is
+`logit_marginals(features)`, `logit_moments(features)`, `logit_root(features)`, `log_density(theta)`, `calibration` (a map
+of the class logits at the center); and where theta is
 a function of standard normals, `noise(num_samples, generator)`, `quasi_noise(num_samples, generator)` and
 `from_noise(noise)`.
 """
@@ -105,6 +106,15 @@ def sample_from_noise(
             draws[done : done + len(part)] = part
             done += len(part)
     return draws
+
+
+def draw(posterior: Any, num_samples: int, generator: torch.Generator) -> Tensor:
+    """Return draws of theta (S, P) float32; the repeated center of a posterior without `sample`."""
+    if hasattr(posterior, "sample"):
+        draws: Tensor = posterior.sample(num_samples, generator)
+        return draws
+    center: Tensor = posterior.center.float()
+    return center.expand(num_samples, -1).clone()
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

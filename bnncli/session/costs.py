@@ -12,7 +12,7 @@ from bnncli.artifacts.headers import Header
 HEAD, NETWORK = "head", "network"
 
 
-_FREE = ("map", "temperature")  # methods that take no gradients of the training data
+_FREE = ("map", "temperature", "calibration")  # methods that take no gradients of the training data
 
 
 _METHODS_INCLUDING_BASE = ("refine",)  # methods whose base is part of the result, not only the source of a prior

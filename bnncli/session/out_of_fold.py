@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.artifacts.headers import Header
+    from bnncli.evaluation.calibration_maps import CalibrationMap
     from bnncli.parameters.prior import Prior
+    from bnncli.posteriors.calibrated import Calibrated
     from bnncli.posteriors.gaussian import Gaussian
     from bnncli.posteriors.stack import Stack
     from bnncli.structures import Covariance
@@ -91,6 +93,19 @@ class StackFolds(OutOfFold):
     def fold(self, place: int) -> Stack:
         device = self.whole.members.device
         return replace(self.whole, members=self.members[place].to(device), weights=self.weights[place].to(device))
+
+
+@dataclass(frozen=True)
+class CalibratedFolds(OutOfFold):
+    """Folds of a calibration map: the same theta, and the map fitted without each fold."""
+
+    maps: tuple[CalibrationMap, ...]
+
+    def __len__(self) -> int:
+        return len(self.maps)
+
+    def fold(self, place: int) -> Calibrated:
+        return replace(self.whole, calibration=self.maps[place].to(self.whole.theta.device))
 
 
 @dataclass(frozen=True)
@@ -186,6 +201,8 @@ def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[
             f"{header.path.stem} has folds for {len(rows)} rows of val, which now has {len(split.content.features)}"
         )
         raise DataError(message, code="stale_input", hint="fit it again with \0force\0", path=header.path)
+    if header.meta["type"] == "calibrated":
+        return CalibratedFolds(posterior, rows, _read_maps(header, posterior))
     named, num_params = rows.unique().tolist(), posterior.layout.num_params
     name = "folds.members" if header.meta["type"] == "stack" else "folds.theta"
     theta = read_tensor(header.path, name)
@@ -199,4 +216,13 @@ def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[
     num_fitted = int(header.meta["num_examples"])
     return GaussianFolds.of(
         posterior, theta, rows, num_fitted=num_fitted, target=lambda: target(header, posterior.require_prior())
+    )
+
+
+def _read_maps(header: Header, posterior: Calibrated) -> tuple[CalibrationMap, ...]:
+    """Return the maps fitted without each fold."""
+    own = posterior.calibration
+    return tuple(
+        replace(own, tensors={name: read_tensor(header.path, f"folds.{place}.{name}") for name in own.tensors})
+        for place in range(int(header.meta["num_folds"]))
     )

@@ -86,7 +86,7 @@ class PosteriorMemory:
             rows = chunk_sizes(torch.empty(num_examples, 0, device=device), layout, count, width=layout.num_classes)[0]
             work = 8 * _COVARIANCES * rows * layout.num_outputs**2
             work += logit_block_bytes(layout, device, rows, self.structure)
-        if has_scores and self.kind not in (*LINEARISED, "point"):
+        if has_scores and self.kind not in (*LINEARISED, "point", "calibrated"):
             work += self.draw_bytes(affordable_draws(NETWORK_MEAN_DRAWS, self.drawn_params))
         return work + block
 

@@ -25,7 +25,7 @@ _OF_LAYERS = {
     "swag": "fit-swag",
     "vi": "fit-vi",
 }
-_OF_THE_HEAD = {"temperature": "fit-temperature", "lbbnn": "fit-lbbnn"}
+_OF_THE_HEAD = {"temperature": "fit-temperature", "calibration": "fit-calibration", "lbbnn": "fit-lbbnn"}
 _ALL = "-all"
 
 

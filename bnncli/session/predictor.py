@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 ALL = "all"
 ENSEMBLE = "ensemble"
 OF_THETA = ("sample", "quasi_noise", "log_density")  # needs of integrators that use draws of theta
-PLUG_IN_METHODS = ("map", "temperature", "prune")
+PLUG_IN_METHODS = ("map", "temperature", "calibration", "prune")
 
 
 @dataclass(frozen=True)

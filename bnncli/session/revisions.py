@@ -15,6 +15,7 @@ from bnncli.artifacts.run_folder import RECOMMENDED
 from bnncli.names import FEATURES_NAME
 
 EXTRACT_FEATURES = 1
+FIT_CALIBRATION = 1
 FIT_TEMPERATURE = 1
 HMC_OF_LAYERS = 3  # 2: steps of two and three stages; 3: chains descend from their starts, rotate about their mean
 MERGE = 1
@@ -134,6 +135,7 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "hmc": _hmc_today,
     "merge": lambda header: {MERGE},
     "lbbnn": lambda header: {FIT_LBBNN},
+    "calibration": lambda header: {FIT_CALIBRATION},
     "temperature": lambda header: {FIT_TEMPERATURE},
     "prune": lambda header: {PRUNE},
     "ensemble": lambda header: {FIT_ENSEMBLE},

@@ -486,7 +486,7 @@ def _read_aim(header: Header) -> tuple[str | None, Prior | None, str]:
 def _was_tuned_on_val(header: Header) -> bool:
     """True where the NLL on val chose something about a posterior other than its prior precision."""
     searched = header.meta.get("metrics", {}).get("slab_sd_search")
-    return header.meta.get("method") == "temperature" or searched is not None
+    return header.meta.get("method") in ("temperature", "calibration") or searched is not None
 
 
 def _read_recommendation(run: Run) -> RecommendedPredictor | None:

@@ -22,7 +22,7 @@ from bnncli.inference.elbo import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_imp
 from bnncli.integrators import load_integrator
 from bnncli.parameters.module import ModuleNetwork
 from bnncli.parameters.prior import Prior
-from bnncli.posteriors import LATENT_BINARY
+from bnncli.posteriors import LATENT_BINARY, draw
 from bnncli.session.inputs import Split, open_posterior, open_samples, read_recorded_prior, require_draws
 from bnncli.session.out_of_fold import OutOfFold, read_fitted_splits
 from bnncli.session.predictor import TrainData, sampling_integrator
@@ -260,7 +260,7 @@ def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> Thinne
     if posterior.type != "samples":
         # The test takes both sides for independent: posteriors must not share their noise.
         size = count if posterior.type == "stack" else getattr(posterior, "num_stored", count)
-        return ThinnedDraws(posterior.sample(min(size, count), run.stream(f"diagnose/mmd/{name}")).cpu())
+        return ThinnedDraws(draw(posterior, min(size, count), run.stream(f"diagnose/mmd/{name}")).cpu())
     sizes = [entry[key]["value"] for key in ("ess_bulk", "ess_tail")]
     independent = min((int(size) for size in sizes if size is not None), default=0)
     return thin_draws(posterior.draws, independent, count=count)

@@ -40,6 +40,7 @@ from bnncli.options.declaration import spell_options
 from bnncli.options.scoring import Assertion, EvaluateOptions
 from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import LAST, STATE
+from bnncli.posteriors import draw
 from bnncli.session import revisions as _revisions
 from bnncli.session.decisions import ScoredDecisions
 from bnncli.session.inputs import Split, load_split, open_posterior, read_recorded_prior, require_draws
@@ -559,7 +560,7 @@ def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
     count = min(wanted, getattr(posterior, "num_stored", wanted))
     mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
     with torch.no_grad():
-        draws: Tensor = posterior.to(run.device).sample(count, run.stream("evaluate/mmd")).cpu()
+        draws = draw(posterior.to(run.device), count, run.stream("evaluate/mmd")).cpu()
     return WeightDraws(draws, mean=mean)
 
 
