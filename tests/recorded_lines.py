@@ -51,6 +51,7 @@ COMPUTING = {
     "extract-features",
     "fit-laplace",
     "fit-temperature",
+    "fit-calibration",
     "stack",
     "refine",
     "hmc",
@@ -198,6 +199,8 @@ LINES = (
     Line("diagnose tiny.pt --posterior laplace-all --posterior first --posterior map --draws 32", TRAINED),
     Line("fit-temperature small", SOLVED),
     Line("stack small --json", SOLVED),
+    Line("fit-calibration small --json", SOLVED),
+    Line("fit-calibration small --map isotonic", SOLVED),
     Line("fit-temperature small --base laplace --name cooled --json", SOLVED),
     # Flows.
     Line(f"{REFINE} --json", TRAINED),

@@ -15,9 +15,10 @@ from bnncli.evaluation.temperature import LabelledLogits
 from bnncli.lazy import torch
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import CheckedOptions, option
+from bnncli.options.shared import list_maps
 from bnncli.posteriors.calibrated import Calibrated
 from bnncli.session import revisions as _revisions
-from bnncli.session.calibration import FEWEST_ROWS, NUM_FOLDS, describe_maps, fit_maps, map_option, summarize_maps
+from bnncli.session.calibration import FEWEST_ROWS, NUM_FOLDS, describe_maps, fit_maps, summarize_maps
 from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import BOTH, Split
 from bnncli.session.run import Result, Run
@@ -34,7 +35,12 @@ from bnncli.session.val_report import (
 class FitCalibrationOptions(CheckedOptions):
     """Options of fit-calibration."""
 
-    map: str | None = map_option()
+    map: str | None = option(
+        None,
+        "Map to fit. Default: the one with the lowest out-of-fold NLL if it beats temperature by more than the "
+        "paired standard error, else temperature.",
+        choices=list_maps,
+    )
     base: str | None = option(
         None,
         "Posterior whose mean to calibrate, by name or file. Default: the network's last layer.",
@@ -66,8 +72,10 @@ def execute(run: Run, options: FitCalibrationOptions) -> Result:
     if options.map == Temperature.name:
         return fit_temperature(run, FitTemperatureOptions(options.base))
     val = require_labeled_val(run, "a calibration map is fitted")
-    if len(val.stored) < FEWEST_ROWS:
-        raise UsageError(f"val has only {len(val.stored)} rows; a calibration map needs at least {FEWEST_ROWS}")
+    if len(val.content.features) < FEWEST_ROWS:
+        raise UsageError(
+            f"val has only {len(val.content.features)} rows; a calibration map needs at least {FEWEST_ROWS}"
+        )
     base_path, sources = find_scaled(run, options.base, val)
     if options.map is not None and not val.layout.likelihood.is_exclusive and not MAPS[options.map].takes_labels:
         choices = ", ".join(name for name, one in MAPS.items() if one.takes_labels)

@@ -290,7 +290,7 @@ class OddsMap(CalibrationMap):
 
     @classmethod
     def _of(cls, data: CalibrationData, **arrays: NDArray) -> CalibrationMap:
-        tensors = {f"map_{name}": torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        tensors = {f"map_{name}": torch.from_numpy(array.copy()) for name, array in arrays.items()}
         if _is_of_two(data.likelihood):
             tensors["map_sides"] = torch.tensor([-0.5, 0.5], dtype=torch.float64)
         return cls(tensors, data.likelihood)

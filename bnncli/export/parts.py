@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import UsageError
+from bnncli.evaluation.calibration_maps import CalibrationMap
 from bnncli.evaluation.feature_scores import FittedViews
 from bnncli.export import steps
 from bnncli.export.steps import PortableHead, Step, Values, independent_weights, own_directions, shared_directions
@@ -197,7 +198,16 @@ def head_parts(posterior: Any, integrator: Integrator, ready: Ready) -> HeadPart
 def _build_point(posterior: Any, integrator: Any, ready: Ready) -> HeadParts:
     theta = posterior.mean_theta if isinstance(integrator, Mean) else posterior.center
     tensors = _weights(posterior.layout, theta, _build_identity(posterior.layout))
-    return HeadParts((steps.certain_logits, _link(posterior.layout)), tensors)
+    found = HeadParts((steps.certain_logits,), tensors)
+    calibration: CalibrationMap | None = getattr(posterior, "calibration", None)
+    if calibration is None:
+        return found.also(_link(posterior.layout))
+    likelihood = posterior.layout.likelihood
+    if likelihood.num_outputs < likelihood.num_classes:
+        found = found.also(steps.both_logits)
+    for step in calibration.steps:
+        found = found.also(step)
+    return found.also(steps.softmax if likelihood.is_exclusive else steps.labels, dict(calibration.tensors))
 
 
 def _build_probit(posterior: Any, integrator: Probit, ready: Ready) -> HeadParts:

@@ -18,7 +18,8 @@ def source_of(steps: Sequence[Step]) -> str:
     """Return the source of a Python module that loads the head from its file of tensors."""
     wanted = [step.__name__ for step in steps]
     tree = ast.parse(inspect.getsource(steps_module))
-    found = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    trees = [tree, *(ast.parse(inspect.getsource(step)) for step in steps)]
+    found = {node.name: node for one in trees for node in one.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     outputs = next(
         node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node).startswith("OUTPUTS")
     )

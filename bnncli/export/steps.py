@@ -121,6 +121,11 @@ def two_classes(v: Values) -> Values:
     return {"probs": torch.cat([(-v["logits"]).sigmoid(), v["logits"].sigmoid()], 1)}
 
 
+def both_logits(v: Values) -> Values:
+    """Return logits (B, 2) of two classes from one logit, for the second class against the first."""
+    return {"logits": torch.cat([-v["logits"] / 2, v["logits"] / 2], 1)}
+
+
 def labels(v: Values) -> Values:
     """Return probabilities (B, C) of independent binary labels."""
     return {"probs": v["logits"].sigmoid()}

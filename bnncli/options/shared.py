@@ -369,3 +369,10 @@ def check_variant(value: str | Sequence[str] | None, flag: str) -> None:
 
 
 EITHER = "give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE"
+
+
+def list_maps() -> tuple[str, ...]:
+    """Return the names of the calibration maps."""
+    from bnncli.evaluation.calibration_maps import MAPS
+
+    return tuple(MAPS)

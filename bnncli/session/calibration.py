@@ -18,7 +18,6 @@ from bnncli.evaluation.calibration_maps import (
 from bnncli.inference.prior_variants import stratified_folds
 from bnncli.lazy import torch
 from bnncli.names import percent
-from bnncli.options.declaration import option
 from bnncli.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -26,21 +25,6 @@ if TYPE_CHECKING:
 
 NUM_FOLDS = 5
 FEWEST_ROWS = 10
-
-
-def _list_maps() -> tuple[str, ...]:
-    return tuple(MAPS)
-
-
-def map_option() -> Any:
-    """Return the option that names a map."""
-    return option(
-        None,
-        "Map to fit. Default: the one with the lowest out-of-fold NLL if it beats temperature by more than the "
-        "paired standard error, else temperature.",
-        choices=_list_maps,
-        numeric=False,
-    )
 
 
 @dataclass(frozen=True)
@@ -119,6 +103,12 @@ def summarize_maps(metrics: Mapping[str, Any], examples: str) -> list[str]:
     ]
     if metrics["chosen_because"] is not None:
         lines.append(f"chosen: {metrics['chosen_because']}")
+    own = next(one["gain"] for one in metrics["maps"] if one["map"] == name)
+    if own is not None and own["value"] < 0:
+        lines.append(
+            f"{name} has a higher NLL than one temperature on rows it has not seen, by {-own['value']:.4f} +- "
+            f"{own['standard_error']:.4f}"
+        )
     ordered = sorted(metrics["maps"], key=lambda one: float(one["nll"]))
     shown = [f"{one['map']} {one['nll']:.4f}, {percent(one['ece'])}{_gain(one['gain'])}" for one in ordered]
     lines.append(f"NLL and ECE in {metrics['num_folds']} folds (gain over temperature): {'; '.join(shown)}")

@@ -30,6 +30,7 @@ from bnncli.commands.export import build as export
 from bnncli.commands.fit_lbbnn import FitLbbnnOptions
 from bnncli.commands.report import ReportOptions
 from bnncli.commands.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
+from bnncli.evaluation.calibration_maps import MAPS
 from bnncli.inference import refine, sghmc, swag, vi
 from bnncli.latent import fit as latent_fit
 from bnncli.models.architectures import mlp
@@ -92,6 +93,9 @@ LINES = (
     "fit-laplace s --structure kron --bias-precision 2",
     "fit-laplace b --center checkpoint --prior-precision marglik",
     "fit-temperature s",
+    "fit-calibration s",
+    *(f"fit-calibration s --map {name}" for name in MAPS),
+    *(f"predict s --posterior {name} --split val" for name in ("calibration", "isotonic")),
     "stack s",
     *(f"refine s --flow {name} --name r-{name} --batch-size 8 {SMALL}" for name in registry.names("flows")),
     f"refine s {SMALL}",

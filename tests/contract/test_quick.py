@@ -40,6 +40,7 @@ MADE = (
     "fit-laplace net.pt --layers all --structure diag --prior-precision 10 --trust-code",
     "fit-ensemble net.pt more.pt --trust-code",
     "fit-temperature small",
+    "fit-calibration small",
     "stack small",
     "refine small --epochs 1 --length 2",
     "refine small --flow planar --epochs 1 --elbo-draws 64 --name planar",

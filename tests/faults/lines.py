@@ -162,6 +162,13 @@ LINES = {
             ("small", "--name", "new", "--base", "laplace"),
             (_VAL,),
         ),
+        Line(
+            "fit-calibration",
+            ("small", "--name", "new"),
+            ("small.bnn/posteriors/new.safetensors",),
+            ("small", "--name", "new", "--base", "laplace"),
+            (_VAL,),
+        ),
         Line("stack", ("small", "--name", "new"), ("small.bnn/posteriors/new.safetensors",), ("small", "--name", "new", "--seed", "1"), (_TRAIN, _VAL)),
         Line(
             "refine",

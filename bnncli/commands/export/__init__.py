@@ -43,6 +43,7 @@ EXPORTED_SCORES = (
 )  # detectors that need nothing but the head
 DEFAULT_DRAWS = 100
 TOLERANCES = {"float32": 1e-5, "float16": 1e-2}  # of probabilities
+STEEP = {"isotonic": 1e-3, "histogram": 1e-3}  # of calibration maps that may rise steeply between two examples
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class ExportOptions(CheckedOptions):
     )
     tolerance: float | None = option(
         None,
-        "Refuse to publish if a probability differs from predict's by more than this value. Default: 1e-5; float16 1e-2.",
+        "Refuse to publish if a probability differs from predict's by more than this value. Default: 1e-5; isotonic and histogram maps 1e-3; float16 1e-2.",
         minimum=0,
         maximum=1,
         numeric=False,
@@ -167,6 +168,8 @@ def execute(run: Run, options: ExportOptions) -> Result:
         sources += network_sources([split])
     predictor = Predictor(run, path, header, TrainData(run, options.trust_code))
     options = replace(options, score=_score(options, predictor, choice))
+    if options.tolerance is None and options.dtype == "float32":
+        options = replace(options, tolerance=STEEP.get(str(header.meta.get("map"))))
     if options.score == DEFAULT_SCORE:
         sources += [one.source for one in predictor.train.detector_splits if one.source not in sources]
     rules = []
