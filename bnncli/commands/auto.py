@@ -1,6 +1,6 @@
 """auto: from features, or a checkpoint and data, to a recommended posterior in one command.
 
-The steps are temperature, ensemble, stack, laplace and refine. Each runs a command as a user would type it; the val split decides which posterior
+The steps are temperature, calibration map, ensemble, stack, laplace and refine. Each runs a command as a user would type it; the val split decides which posterior
 and integrator to recommend."""
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.resume import state_path
 from bnncli.commands.diagnose import DiagnoseOptions
+from bnncli.commands.fit_calibration import FitCalibrationOptions
 from bnncli.commands.fit_ensemble import TEMPERATURE, FitEnsembleOptions, open_member, read_theta
 from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.commands.fit_temperature import FitTemperatureOptions
@@ -178,7 +179,7 @@ _FOR_FITS = 0.95  # of the budget; the rest is for finishing, judging and writin
 
 COMMAND = Command(
     "Try methods from cheap to costly and recommend one.",
-    "Fits a temperature, an ensemble (of sibling checkpoints), a stack of last layers and a Gaussian, then a "
+    "Fits a temperature, a calibration map, an ensemble (of sibling checkpoints), a stack of last layers and a Gaussian, then a "
     "flow and hmc if the simpler posterior does not fit well. Compares all of them on val, and recommends the "
     "simplest one that significantly lowers the NLL without losing accuracy, else a stack that lowers it, else "
     "the network. Writes recommended.json, which predict uses by default. With --model and --data, extracts the "
@@ -236,7 +237,7 @@ def execute(run: Run, options: AutoOptions) -> Result:
         val,
         has_network=has_network,
         siblings=siblings,
-        can_stack=len(val.stored) >= FEWEST_ROWS,
+        has_folds=len(val.stored) >= FEWEST_ROWS,
     )
     sources = [one.source for one in (val, *outside)] + [rung.source for rung in rungs if rung.source is not None]
     request = Request(
@@ -277,13 +278,11 @@ def execute(run: Run, options: AutoOptions) -> Result:
     if others:
         result.summary.append(f"not considered: {', '.join(others)} (compare shows all posteriors)")
     chosen = next((row for row in rows if row["is_recommended"]), None)
-    if (
-        chosen is not None
-        and headers[chosen["posterior"]].meta.get("type") in ("stack", "ensemble")
-        and gaussian in headers
-    ):
+    few = {"stack": "too few members for", "ensemble": "too few members for", "calibrated": "no"}
+    lacks = None if chosen is None else few.get(str(headers[chosen["posterior"]].meta.get("type")))
+    if chosen is not None and lacks is not None and gaussian in headers:
         line = run.suggest("predict", posterior=gaussian)
-        result.summary.append(f"{chosen['posterior']} has too few members for 95% intervals; for these: {line}")
+        result.summary.append(f"{chosen['posterior']} has {lacks} 95% intervals; for these: {line}")
     ensemble = next((rung.posterior for rung in rungs if rung.name == ENSEMBLE and rung.source is not None), None)
     if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
         result.summary.append(_describe_ensemble_cost(run, ensemble, rows))
@@ -389,7 +388,7 @@ class Ladder:
     rungs: list[Rung] = field(default_factory=list)
 
     def climb(
-        self, train: Split, val: Split, *, has_network: bool, siblings: Sequence[Path], can_stack: bool
+        self, train: Split, val: Split, *, has_network: bool, siblings: Sequence[Path], has_folds: bool
     ) -> list[Rung]:
         """Climb the ladder and return its rungs: the network as trained, if any, then the steps with the largest gain per second first.
 
@@ -397,7 +396,7 @@ class Ladder:
 
         Args:
             siblings: checkpoints that may be members of an ensemble.
-            can_stack: True where val has enough rows for folds.
+            has_folds: True where val has enough rows for folds.
         """
         run, options, plain = self.run, self.options, Suffix("-auto")
         if has_network:
@@ -406,10 +405,12 @@ class Ladder:
             # It takes a moment, and nothing is recommended that is worse: the budget is for what comes after it.
             temperature = FitTemperatureOptions()
             self._step("fit-temperature", temperature, "temperature", suffix=plain, is_judged=False, is_limited=False)
+            if has_folds:
+                self._step("fit-calibration", FitCalibrationOptions(), "calibration", suffix=plain, is_judged=False)
         if siblings:
             self._ensemble(val, siblings)
-        is_late = can_stack and not self._has_time_to_stack(train, val)
-        if can_stack and not is_late:
+        is_late = has_folds and not self._has_time_to_stack(train, val)
+        if has_folds and not is_late:
             self._step("stack", StackOptions(), "stack", suffix=plain, is_judged=False)
         gaussian, suffix = FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
         base = self._step("fit-laplace", gaussian, "laplace", suffix=suffix)
@@ -897,6 +898,8 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline:
         note += "; good: matches the exact posterior closely (see diagnose)"
     if any(rung.name == "fit-temperature" and rung.source is not None for rung in rungs):
         note += "; the temperature's scores are leave-one-out"
+    if any(rung.name == "fit-calibration" and rung.source is not None for rung in rungs):
+        note += "; the calibration map's are out of fold"
     if any(rung.criterion == "val" or (rung.name == ENSEMBLE and rung.source is not None) for rung in rungs):
         note += "; fits were tuned on val too, so their scores are slightly optimistic"
     columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]

@@ -82,7 +82,13 @@ def test_one_command_goes_from_a_checkpoint_to_a_report(cli: Cli, tmp_path: Path
 def test_good_gaussian_ends_the_ladder_and_is_predicted_with(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", separable(2000, 4, scale=6.0))
     found = auto(cli, run)
-    assert [rung["name"] for rung in found["rungs"]] == ["network", "fit-temperature", "stack", "fit-laplace"]
+    assert [rung["name"] for rung in found["rungs"]] == [
+        "network",
+        "fit-temperature",
+        "fit-calibration",
+        "stack",
+        "fit-laplace",
+    ]
     chosen = [row for row in found["rows"] if row["is_recommended"]]
     temperature = next(row for row in found["rows"] if row["posterior"] == "temperature")
     assert len(chosen) == 1

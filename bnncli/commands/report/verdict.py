@@ -46,6 +46,8 @@ TERMS = {
     "accuracy": "The share of examples whose most probable class is right.",
     "AUROC": "The probability that a score ranks a known input above an outlier. 0.5 is chance, 1 is perfect.",
     "Brier": "The mean squared error of the probabilities. Lower is better.",
+    "calibration map": "A function of the logits or probabilities, such as a scale for each class, fitted to labelled "
+    "examples that the network was not trained on.",
     "ECE": "Expected calibration error: the mean gap between stated confidence and accuracy, over bins of confidence. "
     "A calibrated model scores above 0 by chance; the floor says by how much.",
     "ELBO": "Evidence lower bound, in nats: how close an approximation is to the exact posterior, up to a constant. Higher is better.",
