@@ -304,6 +304,8 @@ LINES = (
     Line(
         "score mine.csv --groups site --intervals --per-class --assert 'accuracy@north>=0.1' --reference mine.npz:other"
     ),
+    Line("score mine.csv --fit-calibration platt --out map.safetensors --bootstrap 0"),
+    Line("score mine.csv --calibration map.safetensors --out calibrated.csv --bootstrap 0 --json"),
     Line("compare small --bootstrap 100", TRAINED),
     Line(
         "compare small --bootstrap 100 --posterior map --posterior laplace --integrator plug-in --integrator probit --baseline map --metric nll --metric auroc:far --json",

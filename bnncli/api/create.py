@@ -46,6 +46,7 @@ from bnncli.system.devices import keep_random_state, keep_settings
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from bnncli.evaluation.calibration_maps import CalibrationMap
     from bnncli.models.head import Head
 
 Batch: TypeAlias = "tuple[Any, Any]"  # inputs and labels, or None
@@ -166,6 +167,67 @@ class GivenPredictions:
         """
         ood = [f"{name}={path}" for name, path in self._outside.items()]
         return run_command(self.session, "score", {"ood": ood, **options}, method="evaluate", progress=progress)
+
+    def fit_calibration(self, map: str = "auto", *, progress: bool = False) -> FittedCalibration:
+        """Fit a calibration map to the predictions, as `bnncli score --fit-calibration`.
+
+        Args:
+            map: name of a map; auto for the best one out of fold if it beats temperature, else temperature.
+
+        Raises:
+            bnncli.errors.BnnError: as score, such as DataError without labels.
+        """
+        from bnncli.session.calibration import read_map
+
+        place = Path(self.session.path).with_name("map.safetensors")
+        options = {"fit_calibration": map, "out": str(place), "bootstrap": 0}
+        done = run_command(self.session, "score", options, method="fit_calibration", progress=progress)
+        fitted, header = read_map(place)
+        metrics, floor = done.to_dict()["calibration"], float(header.meta["floor"])
+        return FittedCalibration(fitted.name, metrics, fitted, floor, place.read_bytes())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FittedCalibration:
+    """A calibration map fitted to predictions: call it with new probabilities.
+
+    Attributes:
+        name: name of the map, such as isotonic.
+        metrics: out-of-fold scores of each map that was tried, and why this one was chosen.
+    """
+
+    name: str
+    metrics: Mapping[str, Any]
+    _map: CalibrationMap
+    _floor: float
+    _content: bytes
+
+    def __repr__(self) -> str:
+        return f"<calibration map {self.name}: {self._map.likelihood.num_classes} classes>"
+
+    def __call__(self, probs: Any = None, *, logits: Any = None) -> np.ndarray:
+        """Return calibrated probabilities (N, C) float64 of probabilities, or logits, (N, C).
+
+        Raises:
+            bnncli.errors.BnnError: UsageError unless either is given; DataError for another number of classes.
+        """
+        from bnncli.session.calibration import convert_to_logits
+
+        with convert_errors_to_python():
+            if (probs is None) == (logits is None):
+                raise UsageError("give either probs or logits")
+            likelihood = self._map.likelihood
+            given = _numpy(logits if probs is None else probs, "logits" if probs is None else "probs")
+            if given.ndim != 2 or given.shape[1] != likelihood.num_classes:
+                raise DataError(f"expected (N, {likelihood.num_classes}); got shape {given.shape}", code="bad_shape")
+            if probs is None:
+                given = likelihood.class_probabilities(torch.from_numpy(given).double(), dim=1).numpy()
+            rows = convert_to_logits(given, self._floor, is_exclusive=likelihood.is_exclusive)
+            return np.asarray(self._map.probs(torch.from_numpy(rows)).numpy())
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the map for `bnncli score --calibration`."""
+        Path(path).write_bytes(self._content)
 
 
 def from_predictions(

@@ -111,6 +111,7 @@ _PROVENANCE_IF_THERE: dict[str, Check] = {
 }
 _META: dict[str, dict[str, Check]] = {
     "checkpoint": {"gradient_passes": _is_count},
+    "calibration": {"map": is_text, "classes": _list_of(is_text), "floor": _is_number, "metrics": _is_object},
     "decision": {
         "rule": is_text,
         "settings": _is_object,
@@ -161,7 +162,17 @@ _META_IF_THERE: dict[str, Check] = {
 
 
 SCHEMA = "1.0"
-KINDS = ("features", "posterior", "samples", "predictions", "metrics", "checkpoint", "decision", "export")
+KINDS = (
+    "features",
+    "posterior",
+    "samples",
+    "predictions",
+    "metrics",
+    "checkpoint",
+    "decision",
+    "export",
+    "calibration",
+)
 _SEALED_KINDS = (*KINDS, "resume")  # resume states are not artifacts, but their documents have a digest, too
 MAX_JSON_BYTES = 1 << 20
 MAX_JSON_DEPTH = 32

@@ -10,7 +10,7 @@ from typing import Any
 from bnncli.commands.fit_temperature import FitTemperatureOptions, find_scaled, open_scaled
 from bnncli.commands.fit_temperature import execute as fit_temperature
 from bnncli.errors import NumericError, UsageError
-from bnncli.evaluation.calibration_maps import MAPS, CalibrationData, Temperature, choose_map
+from bnncli.evaluation.calibration_maps import CalibrationData, Temperature, choose_map
 from bnncli.evaluation.temperature import LabelledLogits
 from bnncli.lazy import torch
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
@@ -18,7 +18,14 @@ from bnncli.options.declaration import CheckedOptions, option
 from bnncli.options.shared import list_maps
 from bnncli.posteriors.calibrated import Calibrated
 from bnncli.session import revisions as _revisions
-from bnncli.session.calibration import FEWEST_ROWS, NUM_FOLDS, describe_maps, fit_maps, summarize_maps
+from bnncli.session.calibration import (
+    FEWEST_ROWS,
+    NUM_FOLDS,
+    check_takes_labels,
+    describe_maps,
+    fit_maps,
+    summarize_maps,
+)
 from bnncli.session.fits import FitOutput, Report, posterior_request, produce_posterior
 from bnncli.session.inputs import BOTH, Split
 from bnncli.session.run import Result, Run
@@ -77,12 +84,8 @@ def execute(run: Run, options: FitCalibrationOptions) -> Result:
             f"val has only {len(val.content.features)} rows; a calibration map needs at least {FEWEST_ROWS}"
         )
     base_path, sources = find_scaled(run, options.base, val)
-    if options.map is not None and not val.layout.likelihood.is_exclusive and not MAPS[options.map].takes_labels:
-        choices = ", ".join(name for name, one in MAPS.items() if one.takes_labels)
-        raise UsageError(
-            f"--map {options.map} needs mutually exclusive classes, but the data are multi-label",
-            hint=f"choose one of {choices}",
-        )
+    if options.map is not None:
+        check_takes_labels(options.map, is_exclusive=val.layout.likelihood.is_exclusive)
     run.require_device()
     request = posterior_request(
         run,

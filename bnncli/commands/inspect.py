@@ -127,7 +127,7 @@ def _arrays(header: Header) -> dict[str, str]:
     is_tensors = header.path.suffix == FORMATS["torch"]
     if header.kind == "metrics" or (header.kind == "export" and not is_tensors):
         return {}
-    if header.kind in ("posterior", "checkpoint", "decision", "export"):
+    if header.kind in ("posterior", "checkpoint", "decision", "export", "calibration"):
         return tensor_shapes(header.path)
 
     return array_shapes(header.path)

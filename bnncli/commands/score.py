@@ -1,9 +1,9 @@
-"""score: compute every score of evaluate for predictions from any source. Nothing is written."""
+"""score: compute every score of evaluate for predictions from any source, and calibrate them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,16 +14,19 @@ from bnncli.data.columns import LOGITS, PROBS
 from bnncli.data.prediction_files import read_texts, split_prediction_place
 from bnncli.errors import CheckFailed, DataError, UsageError, WriteError
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.calibration_maps import choose_map
 from bnncli.evaluation.curves import reliability_curve_of_predictions
 from bnncli.evaluation.detectors import default_score
+from bnncli.evaluation.recommendation import score_predictive
 from bnncli.evaluation.statistics import NO_LABELS, Row
 from bnncli.figures import render
 from bnncli.figures.predictions import draw_reliability
 from bnncli.likelihoods import name_to_record
-from bnncli.names import quote_name
+from bnncli.names import percent, quote_name
+from bnncli.numerics.random import stream
 from bnncli.options.command import Argument, Command, CommonOptions, TrackOptions
 from bnncli.options.declaration import check_split_name, spell_options
-from bnncli.options.scoring import Quantity, ScoreOptions
+from bnncli.options.scoring import AUTO, Quantity, ScoreOptions
 from bnncli.session.prediction_files import (
     GivenPredictions,
     PredictionClaims,
@@ -52,18 +55,95 @@ COMMAND = Command(
     "Score a file of your own predictions, without a checkpoint.",
     "FILE is npz, npy, csv, Parquet, or a prediction file written by predict. Finds probabilities or logits (N, "
     "C) and labels by name, unless you name them with FILE:probs=COLUMN,label=COLUMN or FILE:ARRAY. Scores and "
-    "assertions are those of evaluate. Writes nothing except the plot, if you add --plot.",
+    "assertions are those of evaluate. With --fit-calibration, also fits a calibration map and writes it to --out.",
     (ScoreOptions, TrackOptions, CommonOptions),
     (
         "bnncli score predictions.npz",
         "bnncli score logits.npy --labels test.csv:label --ood far=far.npy --logits",
         "bnncli score predictions.csv --groups hospital --assert 'accuracy@north>=0.8' --assert 'ece<=0.02'",
         "bnncli score predictions.csv --plot reliability.png",
+        "bnncli score val.npz --fit-calibration auto --out map.safetensors",
+        "bnncli score new.npz --calibration map.safetensors --out calibrated.csv",
     ),
     (Argument("file", "Predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN."),),
     section="Judge",
     place=50,
 )
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Predictions after a calibration map.
+
+    Attributes:
+        given: out of fold, where the map is fitted to them.
+        apply: the map, for other predictions.
+        metrics: of the map.
+        publish: writes what was asked for, and returns its output entry; None for nothing.
+    """
+
+    given: GivenPredictions
+    apply: Callable[[GivenPredictions], GivenPredictions]
+    metrics: Mapping[str, Any]
+    summary: list[str]
+    publish: Callable[[], Row] | None
+
+
+def calibrate(run: Run, options: ScoreOptions, given: GivenPredictions, place: str) -> Calibrated:
+    """Fit a calibration map to the predictions, or apply one from a file.
+
+    Raises:
+        DataError, UsageError, OutputExists: the predictions, the map or the output cannot be used.
+    """
+    from bnncli.artifacts.outputs import check_side_output, is_table, write_table
+    from bnncli.session import calibration
+
+    texts = [text for text in (place, options.labels, options.groups, options.reference, *options.ood) if text]
+    inputs = [split_prediction_place(text.partition("=")[2] or text)[0] for text in texts]
+    out = None if options.out is None else Path(options.out)
+    if options.calibration is not None:
+        path = Path(options.calibration)
+        if out is not None:
+            others = [*inputs, path]
+            check_side_output(out, "--out", "table", is_ours=is_table, force=options.force, others=others)
+        fitted, header = calibration.read_map(path)
+        found = calibration.apply_map(given, header, fitted)
+
+        def publish_table() -> Row:
+            assert out is not None
+            digest = write_table(out, [calibration.table_of(found, fitted.name)], found.classes)
+            return {"role": "predictions.calibrated", "path": str(out), "content_digest": digest}
+
+        return Calibrated(
+            found,
+            lambda other: calibration.apply_map(other, header, fitted),
+            header.meta["metrics"],
+            [f"map {fitted.name} of {path}"],
+            None if out is None else publish_table,
+        )
+    assert out is not None
+    check_side_output(out, "--out", "calibration map", is_ours=calibration.is_map, force=options.force, others=inputs)
+    name = None if options.fit_calibration == AUTO else options.fit_calibration
+    data, floor = calibration.calibration_data(given, name)
+    tried = calibration.fit_maps(data, name, stream(options.seed, "fit-calibration/folds"), progress=run.console)
+    chosen, why = (tried.named(name), None) if name is not None else choose_map(tried.fitted)
+    metrics = calibration.describe_maps(tried, chosen, why, data)
+    before = score_predictive("given", given.probs, data.labels)
+
+    def publish_map() -> Row:
+        digest = calibration.write_map(run, out, given, chosen, metrics, floor=floor, seed=options.seed)
+        return {"role": "calibration", "path": str(out), "content_digest": digest}
+
+    return Calibrated(
+        calibration.with_logits(given, chosen.logits),
+        lambda other: calibration.map_given(other, chosen.whole, floor),
+        {**metrics, "before": before.to_json()},
+        [
+            *calibration.summarize_maps(metrics, "examples"),
+            f"before: NLL {before.nll:.4f}, ECE {percent(before.ece or 0.0)}; the table has the scores out of fold",
+        ],
+        publish_map,
+    )
 
 
 _FIRST = ("split", "predictions", "examples")
@@ -78,6 +158,10 @@ def execute(run: Run, options: ScoreOptions) -> Result:
     given = _open_predictions(place, said, options)
     check_labelled(options, given)
     outside = _open_outside(given, said, options)
+    calibrated = None
+    if options.fit_calibration is not None or options.calibration is not None:
+        calibrated = calibrate(run, options, given, place)
+        given, outside = calibrated.given, [calibrated.apply(other) for other in outside]
     if outside and not options.score:
         options = replace(options, score=[default_score([*one.arrays] for one in (given, *outside))])
     groups = _groups(given, place, options)
@@ -112,6 +196,11 @@ def execute(run: Run, options: ScoreOptions) -> Result:
     if drawn is not None:
         result.outputs, result.action = [drawn[0]], "computed"
         result.lines.append(drawn[1])
+    if calibrated is not None:
+        result.extra["calibration"] = calibrated.metrics
+        result.summary += calibrated.summary
+        if calibrated.publish is not None:
+            result.outputs, result.action = [*result.outputs, calibrated.publish()], "computed"
     failed = failure_text(checks)
     result.failure = CheckFailed(failed, code="assertion_failed") if failed else None
     return result

@@ -17,6 +17,8 @@ from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
 from bnncli.evaluation.statistics import check_probabilities
 from bnncli.options.command import Argument, Command, CommonOptions
+from bnncli.session.calibration import KIND as CALIBRATION
+from bnncli.session.calibration import read_map
 from bnncli.session.inputs import open_posterior
 from bnncli.session.run import Result, Run, Table
 
@@ -90,6 +92,8 @@ def check_artifact(path: Path) -> Header:
         _ = read_decision(path).rule
     elif header.kind == "checkpoint":
         read_trained(path)
+    elif header.kind == CALIBRATION:
+        read_map(path)
     elif header.kind == EXPORT:
         check_export(path)
     else:

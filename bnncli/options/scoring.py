@@ -24,7 +24,7 @@ from bnncli.options.declaration import (
     declare_option_group,
     option,
 )
-from bnncli.options.shared import check_variant, chosen_layers_option
+from bnncli.options.shared import check_variant, chosen_layers_option, list_maps
 
 GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], then <=, <, >=, >, == or !=, then a number or another score"
 PARTS = ("excess", "floor", "low", "high")  # derived quantities of a metric
@@ -351,6 +351,13 @@ REPLICATES = 1000  # default number of bootstrap replicates, up to MOST_ROWS row
 MOST_ROWS = 100_000  # with more rows, 1000 replicates take minutes and intervals are narrow anyway
 
 
+AUTO = "auto"
+
+
+def _list_map_choices() -> tuple[str, ...]:
+    return (AUTO, *list_maps())
+
+
 def _list_score_choices() -> tuple[str, ...]:
     return *detectors.prediction_detectors(), "all"
 
@@ -422,10 +429,36 @@ class ScoreOptions(ShownScores):
         writes=True,
         group="Output",
     )
-    force: bool = option(False, "Let \0plot\0 replace a file that bnncli did not create.", short="-f")
+    fit_calibration: str | None = option(
+        None,
+        "Fit a calibration map to the predictions, score it out of fold, and write it to \0out\0. auto takes the one that "
+        "beats temperature, if any.",
+        choices=_list_map_choices,
+        group="Calibration",
+    )
+    calibration: str | None = option(
+        None, "Apply the calibration map in this file, and score the result.", metavar="FILE", group="Calibration"
+    )
+    out: str | None = option(
+        None,
+        "Write the map of \0fit_calibration\0 (.safetensors), or the calibrated predictions of \0calibration\0 (.csv or "
+        ".npz).",
+        metavar="FILE",
+        writes=True,
+        group="Calibration",
+    )
+    force: bool = option(False, "Let \0plot\0 and \0out\0 replace a file that bnncli did not create.", short="-f")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fit_calibration is not None and self.calibration is not None:
+            raise UsageError("\0fit_calibration\0 and \0calibration\0 are mutually exclusive: give one of them")
+        if self.fit_calibration is not None and self.out is None:
+            raise UsageError("\0fit_calibration\0 needs \0out\0 FILE.safetensors, which the map is written to")
+        if self.out is not None:
+            if self.fit_calibration is None and self.calibration is None:
+                raise UsageError("\0out\0 needs \0fit_calibration\0 or \0calibration\0")
+            check_suffix(self.out, "\0out\0", ("safetensors",) if self.fit_calibration else ("csv", "npz"))
         if self.plot is not None:
             check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
         self.check_intervals(self.bootstrap)

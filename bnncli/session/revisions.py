@@ -154,5 +154,6 @@ _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     ),
     "metrics": _metrics_today,
     "export": lambda header: {EXPORT},
+    "calibration": lambda header: {FIT_CALIBRATION},
     "decision": lambda header: {CALIBRATE},
 }

@@ -313,3 +313,27 @@ def test_predictions_are_scored_as_by_the_command(tmp_path: Path, cli: Cli) -> N
     assert logits.to_pandas()["NLL"].tolist() == pytest.approx(nlls, abs=1e-4)
     with pytest.raises(UsageError, match="give either probs or logits"):
         bnncli.from_predictions(labels=labels)
+
+
+def test_predictions_are_calibrated(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    logits = generator.normal(scale=4, size=(200, 3))
+    labels = (logits / 4 + generator.gumbel(size=(200, 3))).argmax(axis=1)
+    given = bnncli.from_predictions(logits=logits, labels=labels)
+    fitted = given.fit_calibration("temperature")
+    assert fitted.name == "temperature"
+    beta = float(read_map_weight(fitted, tmp_path / "map.safetensors"))
+    probs = np.exp(beta * logits)
+    np.testing.assert_allclose(fitted(logits=logits), probs / probs.sum(axis=1, keepdims=True), atol=1e-6)
+    assert {one["map"] for one in given.fit_calibration().metrics["maps"]} >= {"temperature", "isotonic"}
+    with pytest.raises(bnncli.errors.UsageError, match="either probs or logits"):
+        fitted()
+    with pytest.raises(bnncli.errors.DataError, match=r"expected \(N, 3\)"):
+        fitted(np.ones((2, 4)) / 4)
+
+
+def read_map_weight(fitted: Any, path: Path) -> Any:
+    from safetensors.numpy import load_file
+
+    fitted.save(path)
+    return load_file(path)["map_weight"][0]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from problems.command_line import Cli
@@ -21,8 +22,10 @@ from problems.label_sets import label_arrays
 from pyarrow import parquet
 
 from bnncli.errors import WriteError
+from bnncli.evaluation.calibration_maps import MAPS
 from bnncli.figures import predictions as reliability
 from bnncli.figures import render
+from bnncli.session.calibration import read_map
 
 QUICK = ("--bootstrap", "0")
 CLASSES = ("cat", "dog", "elk")
@@ -511,3 +514,94 @@ def test_a_figure_that_cannot_be_written_is_told(cli: Cli, plot_folder: Path, mo
 
     monkeypatch.setattr("bnncli.commands.score.write_figure", full)
     cli("score", "p.npz", "--plot", "r.png", *QUICK).expect(int(WriteError.exit), "--plot: cannot write r.png")
+
+
+def save_overconfident(path: Path, seed: int, *, size: int = 300) -> tuple[np.ndarray, np.ndarray]:
+    """Write probabilities of logits that are too large, and labels; return both."""
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(scale=3, size=(size, 3))
+    chances = softmax(logits / 2 + np.array([-1, 0, 1])).cumsum(axis=1)
+    labels = (generator.random((size, 1)) > chances).sum(axis=1).clip(max=2)
+    np.savez(path, probs=softmax(logits), label=labels)
+    return softmax(logits), labels
+
+
+def test_a_map_is_fitted_to_predictions_scored_out_of_fold_and_applied_to_others(cli: Cli, tmp_path: Path) -> None:
+    given = save_overconfident(tmp_path / "val.npz", 0)
+    new = save_overconfident(tmp_path / "new.npz", 1)
+    out = tmp_path / "map.safetensors"
+    fitted = cli("score", tmp_path / "val.npz", "--fit-calibration", "isotonic", "--out", out, *QUICK, "--json").json
+    assert fitted["outputs"][0]["path"] == str(out)
+    nll = {m["name"]: m["value"] for m in fitted["rows"][0]["metrics"] if m["name"] == "nll"}["nll"]
+    entry = next(one for one in fitted["calibration"]["maps"] if one["map"] == "isotonic")
+    assert nll == pytest.approx(entry["nll"], rel=1e-6)
+    assert (
+        nll
+        < fitted["calibration"]["before"]["nll"]
+        == pytest.approx(-np.log(given[0][np.arange(300), given[1]]).mean(), rel=1e-4)
+    )
+    table = tmp_path / "calibrated.npz"
+    done = cli("score", tmp_path / "new.npz", "--calibration", out, "--out", table, *QUICK, "--json").json
+    with np.load(table) as arrays:
+        probs = arrays["probabilities"]
+    mapped = read_map(out)[0].probs(torch.from_numpy(np.log(new[0]))).numpy()
+    np.testing.assert_allclose(probs, mapped, atol=1e-6)
+    value = next(m["value"] for m in done["rows"][0]["metrics"] if m["name"] == "nll")
+    assert value == pytest.approx(-np.log(mapped[np.arange(300), new[1]]).mean(), rel=1e-5)
+    again = cli("score", table, *QUICK, "--json").json
+    assert next(m["value"] for m in again["rows"][0]["metrics"] if m["name"] == "nll") == pytest.approx(value, rel=1e-5)
+    cli("verify", out).expect(0)
+    assert cli("inspect", out, "--json").code == 0
+
+
+def test_the_best_map_of_predictions_is_chosen_and_the_same_content_has_the_same_digest(
+    cli: Cli, tmp_path: Path
+) -> None:
+    save_overconfident(tmp_path / "val.npz", 0)
+    words = ("score", tmp_path / "val.npz", "--fit-calibration", "auto", *QUICK, "--json", "--out")
+    first, second = (cli(*words, tmp_path / f"{name}.safetensors").json for name in ("a", "b"))
+    assert first["outputs"][0]["content_digest"] == second["outputs"][0]["content_digest"]
+    tried = first["calibration"]["maps"]
+    assert len(tried) == 8
+    assert first["calibration"]["map"] == min(tried, key=lambda one: one["nll"])["map"] != "temperature"
+
+
+def test_what_cannot_be_calibrated_is_refused(cli: Cli, tmp_path: Path) -> None:
+    probs, labels = save_overconfident(tmp_path / "val.npz", 0)
+    np.savez(tmp_path / "bare.npz", probs=probs)
+    np.savez(tmp_path / "two.npz", probs=probs[:, :2] / probs[:, :2].sum(axis=1, keepdims=True), label=labels % 2)
+    out = tmp_path / "map.safetensors"
+    cli("score", tmp_path / "val.npz", "--fit-calibration", "platt", "--out", out, *QUICK).expect(0)
+
+    def refused(*words: object) -> str:
+        done = cli("score", *words, *QUICK, "--json")
+        assert done.code in (2, 65, 73), done.stderr
+        return str(done.json["error"]["message"])
+
+    assert "no labels" in refused(tmp_path / "bare.npz", "--fit-calibration", "platt", "--out", out)
+    assert "needs --out" in refused(tmp_path / "val.npz", "--fit-calibration", "platt")
+    assert "needs --fit-calibration or --calibration" in refused(tmp_path / "val.npz", "--out", out)
+    assert "ending in .csv, .npz" in refused(tmp_path / "val.npz", "--calibration", out, "--out", tmp_path / "a.txt")
+    assert "was fitted to the classes 0, 1, 2" in refused(tmp_path / "two.npz", "--calibration", out)
+    assert "is also an input" in refused(tmp_path / "val.npz", "--calibration", out, "--out", tmp_path / "val.npz")
+    (tmp_path / "notes.safetensors").write_bytes(b"mine")
+    told = refused(tmp_path / "val.npz", "--fit-calibration", "platt", "--out", tmp_path / "notes.safetensors")
+    assert "is not a calibration map created by bnncli" in told
+    content = bytearray(out.read_bytes())
+    content[-3] ^= 1
+    out.write_bytes(bytes(content))
+    assert "does not match its digest" in refused(tmp_path / "val.npz", "--calibration", out)
+    cli("score", tmp_path / "bare.npz", "--calibration", tmp_path / "gone.safetensors", *QUICK).expect(66)
+
+
+def test_zeros_and_ones_are_calibrated(cli: Cli, tmp_path: Path) -> None:
+    """As of a small forest."""
+    generator = np.random.default_rng(0)
+    probs = generator.integers(0, 5, size=200) / 4
+    labels = (generator.random(200) < 0.1 + 0.8 * probs).astype(int)
+    np.savez(tmp_path / "forest.npz", probs=np.stack([1 - probs, probs], axis=1), label=labels)
+    for name in MAPS:
+        out = tmp_path / f"{name}.safetensors"
+        done = cli("score", tmp_path / "forest.npz", "--fit-calibration", name, "--out", out, *QUICK, "--json").json
+        nll = next(m["value"] for m in done["rows"][0]["metrics"] if m["name"] == "nll")
+        assert nll < min(0.69, done["calibration"]["before"]["nll"])

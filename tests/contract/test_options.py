@@ -32,7 +32,7 @@ from bnncli.options.declaration import build_options, flag_of, help_of
 
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
-    "fit-calibration map": "isotonic",
+    "fit-calibration map": "isotonic", "score fit-calibration": "isotonic", "score out": "map.safetensors",
     "curvature": "fisher", "precision-per": "layer", "simulations": "50", "budget": "5m",
     "metric": "nll", "score": "knn", "score score": "energy", "calibrate score": "energy", "assert": "ece<=0.02", "log-format": "json", "log-to": "tensorboard:logs", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "grid devices": "0,1", "grid jobs": "3", "reproduce scale": "paper", "reproduce jobs": "3", "definitions": "right", "sampler": "nuts", "dynamics": "leapfrog", "gradients": "tf32", "hmc spread": "chains", "dtype": "float16", "autocast": "bf16", "background": "black", "task": "multiclass", "criterion": "nll",
@@ -44,6 +44,8 @@ SPECIAL = {
 }  # fmt: skip
 # What an option needs beside it.
 BESIDE = {
+    "score fit-calibration": ["--out", "map.safetensors"],
+    "score out": ["--fit-calibration", "platt"],
     "report figure-format": ["--figures", "f"],
     "predict data": ["--table", "t.csv"],
     "predict ood": ["--table", "t.csv"],

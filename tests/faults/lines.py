@@ -318,6 +318,13 @@ LINES = {
             is_read_only=True,
         ),
         Line(
+            "score/map",
+            ("predictions.npz", "--bootstrap", "0", "--fit-calibration", "platt", "--out", "map.safetensors"),
+            ("map.safetensors",),
+            None,
+            ("predictions.npz",),
+        ),
+        Line(
             "report",
             ("small", "--posterior", "laplace", "--out", "report.html", "--figures", "figures", *_CARD),
             ("report.html", "figures/*.png", *_CARD[1:]),
