@@ -121,6 +121,17 @@ def two_classes(v: Values) -> Values:
     return {"probs": torch.cat([(-v["logits"]).sigmoid(), v["logits"].sigmoid()], 1)}
 
 
+def logs(v: Values) -> Values:
+    """Return the logarithms of given probabilities (B, C), none of them below a floor, as logits."""
+    return {"logits": v["features"].maximum(v["floor"]).log()}
+
+
+def log_odds(v: Values) -> Values:
+    """Return the log odds of given probabilities (B, C) of labels, none of them closer to 0 or 1 than a floor."""
+    present = v["features"].maximum(v["floor"])
+    return {"logits": present.log() - (1 - v["features"]).maximum(v["floor"]).log()}
+
+
 def both_logits(v: Values) -> Values:
     """Return logits (B, 2) of two classes from one logit, for the second class against the first."""
     return {"logits": torch.cat([-v["logits"] / 2, v["logits"] / 2], 1)}

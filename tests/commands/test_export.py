@@ -470,3 +470,34 @@ def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, mon
         done = cli("export", small_run, "--posterior", "map", *TORCH, "--json", "--force")
         times = done.json["metrics"]["milliseconds"]["torch"]
         assert [size for size, one in times.items() if one] == (["1", "32", "1024"] if most else ["1"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "form"), [("isotonic", "onnx"), ("beta", "pt2"), ("labels", "pt2")])
+def test_a_calibration_map_of_predictions_gives_what_score_does(cli: Cli, tmp_path: Path, name: str, form: str) -> None:
+    generator = np.random.default_rng(0)
+    probs = generator.random((200, 3)).astype(np.float32)
+    labels = generator.random((200, 3)) < 0.2 + 0.5 * probs
+    if name != "labels":
+        probs, labels = probs / probs.sum(axis=1, keepdims=True), labels.argmax(axis=1)
+    np.savez(tmp_path / "own.npz", probs=probs, label=labels.astype(int))
+    fitted, table = tmp_path / "map.safetensors", tmp_path / "calibrated.npz"
+    wanted = "platt" if name == "labels" else name
+    task = ("--task", "multilabel") if name == "labels" else ()
+    cli("score", tmp_path / "own.npz", *task, "--fit-calibration", wanted, "--out", fitted, "--bootstrap", 0).expect(0)
+    cli("score", tmp_path / "own.npz", *task, "--calibration", fitted, "--out", table, "--bootstrap", 0).expect(0)
+    cli("export", fitted, "--format", form).expect(0)
+    made = tmp_path / f"map.{form}"
+    if form == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(made.read_bytes(), providers=["CPUExecutionProvider"])
+        found = session.run(["probs"], {"inputs": probs})[0]
+    else:
+        found = torch.export.load(made).module()(torch.from_numpy(probs))["probs"].numpy()
+    with np.load(table) as arrays:
+        np.testing.assert_allclose(found, arrays["probabilities"], atol=1e-5)
+    assert cli("export", fitted, "--format", form, "--json").json["action"] == "up_to_date"
+    cli("verify", made).expect(0)
+    for words in (("--head-only",), ("--posterior", "laplace"), ("--format", "torch", "--head-only")):
+        assert cli("export", fitted, *words).code == 2

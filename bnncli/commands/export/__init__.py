@@ -18,6 +18,7 @@ from bnncli.options.declaration import CheckedOptions, declare_option_group, opt
 from bnncli.options.predict import PredictOptions
 from bnncli.options.shared import NO_NETWORK
 from bnncli.session import revisions as _revisions
+from bnncli.session.calibration import is_map
 from bnncli.session.inputs import Split, load_split, posterior_source
 from bnncli.session.network_splits import network_sources
 from bnncli.session.predictions import find_named
@@ -133,12 +134,14 @@ COMMAND = Command(
     "Export the network and posterior as one ONNX, pt2 or safetensors file.",
     "The exported file takes inputs as in the run's data and returns probs, entropy, mutual_information (if "
     "available) and ood_score. Before publishing the file, compares its probabilities with predict's on val. "
-    "Writes exports/<posterior>.<integrator>.onnx.",
+    "Writes exports/<posterior>.<integrator>.onnx. A calibration map of score in place of CKPT gives a graph from "
+    "probabilities to calibrated ones.",
     (ExportOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli export ckpt.pt --posterior laplace --integrator probit",
         "bnncli export ckpt.pt --posterior hmc --head-only --draws 200 --dtype float16",
         "bnncli export ckpt.pt --posterior laplace --integrator probit --head-only --format torch --out head.safetensors",
+        "bnncli export map.safetensors",
     ),
     section="Use",
     place=30,
@@ -150,6 +153,10 @@ def execute(run: Run, options: ExportOptions) -> Result:
     from bnncli.commands.export import build
     from bnncli.commands.export.build import format_summary
 
+    if is_map(run.checkpoint_path):
+        from bnncli.commands.export.maps import export_map
+
+        return export_map(run, options, run.checkpoint_path)
     options.check_together()
     build.check_suffix(run.naming.out, options.format)
     name, integrator = _choose_posterior(run, options)

@@ -482,6 +482,19 @@ def check_parity(
     }
 
 
+def check_parity_of_probs(found: Tensor, expected: Tensor, tolerance: float, runtime: str) -> dict[str, Any]:
+    """Return how far probabilities (N, C) of a file are from the expected ones. Raises NumericError where they are too far."""
+    worst = _find_largest(found - expected)
+    if not worst <= tolerance:
+        raise NumericError(
+            f"probabilities differ by up to {worst:.2g} from those of score ({runtime}), more than the tolerance of "
+            f"{tolerance:g}; nothing was written",
+            hint="use a larger \0tolerance\0 if that is close enough",
+            code="not_at_par",
+        )
+    return {"rows": len(found), "tolerance": tolerance, "max_difference": worst, "runtime": runtime}
+
+
 def _find_largest(differences: Tensor) -> float:
     return float(differences.abs().max()) if differences.numel() else 0.0
 
