@@ -14,7 +14,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.outputs import TableBlock
 from bnncli.artifacts.posteriors import read_tensors, write_tensors
 from bnncli.artifacts.provenance import Source, build_provenance
-from bnncli.errors import DAMAGED_HINT, BnnError, DataError, UsageError
+from bnncli.errors import DAMAGED_HINT, BnnError, DataError, NumericError, UsageError
 from bnncli.evaluation.calibration_maps import (
     MAPS,
     CalibrationData,
@@ -50,7 +50,7 @@ class TriedMaps:
 
     Attributes:
         folds: (N,) uint8, the fold that left out each row.
-        left_out: names of the maps that would take too long.
+        left_out: maps that were not fitted, with reasons.
     """
 
     fitted: Sequence[FittedMap]
@@ -68,15 +68,23 @@ def fit_maps(
     """Fit temperature and the named map, or every map that takes the labels and at most about a minute.
 
     Raises:
-        NumericError: a fit did not converge.
+        NumericError: the fit of the named map did not converge.
     """
     num_rows, likelihood = data.logits.shape[0], data.likelihood
     fits = [one for one, kind in MAPS.items() if kind.takes_labels or likelihood.is_exclusive]
     tried = [one for one in fits if is_tried(one, num_rows, likelihood)]
     names = tried if name is None else [Temperature.name, *([name] if name != Temperature.name else [])]
+    left_out = [f"{one} (would take long)" for one in fits if one not in tried and name is None]
     folds = stratified_folds(torch.from_numpy(data.labels), min(NUM_FOLDS, num_rows), generator).numpy()
-    fitted = [fit_map(one, data, folds, progress=progress) for one in names]
-    return TriedMaps(fitted, folds, [] if name else [one for one in fits if one not in tried])
+    fitted = []
+    for one in names:
+        try:
+            fitted.append(fit_map(one, data, folds, progress=progress))
+        except NumericError:
+            if name is not None:
+                raise
+            left_out.append(f"{one} (did not converge)")
+    return TriedMaps(fitted, folds, left_out)
 
 
 def describe_maps(found: TriedMaps, chosen: FittedMap, why: str | None, data: CalibrationData) -> dict[str, Any]:
@@ -130,7 +138,7 @@ def summarize_maps(metrics: Mapping[str, Any], examples: str) -> list[str]:
     shown = [f"{one['map']} {one['nll']:.4f}, {percent(one['ece'])}{_gain(one['gain'])}" for one in ordered]
     lines.append(f"NLL and ECE in {metrics['num_folds']} folds (gain over temperature): {'; '.join(shown)}")
     if metrics["left_out"]:
-        lines.append(f"not tried, as they would take long: {', '.join(metrics['left_out'])} (\0map\0 fits one)")
+        lines.append(f"left out: {', '.join(metrics['left_out'])}")
     return lines
 
 

@@ -162,3 +162,34 @@ def test_few_rows_of_val_are_refused(cli: Cli, tmp_path: Path) -> None:
     done = cli("fit-calibration", run, "--json")
     assert done.code == 2
     assert "needs at least 10" in done.json["error"]["message"]
+
+
+def test_maps_that_take_long_or_do_not_converge_are_left_out_by_default(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.evaluation.calibration_maps.MOST_WORK", 80 * 9)
+    monkeypatch.setattr("bnncli.evaluation.calibration_maps._MOST_STEPS", 1)
+    metrics = cli("fit-calibration", small_run, "--json").json["metrics"]
+    assert metrics["left_out"] == [
+        "matrix (would take long)",
+        "dirichlet (would take long)",
+        "platt (did not converge)",
+        "beta (did not converge)",
+    ]
+    assert cli("fit-calibration", small_run, "--map", "platt", "--json").json["error"]["code"] == "not_converged"
+
+
+@pytest.mark.long
+def test_auto_tries_the_map_by_its_scores_out_of_fold(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", biased_arrays())
+    found = cli("auto", run, "--report", "--json").expect(0).json
+    row = next(row for row in found["rows"] if row["posterior"] == "calibration")
+    own = posterior_of(run, "calibration")[1]["metrics"]["val"]["calibration"]
+    assert row["nll"] == pytest.approx(own["nll"], rel=1e-4)
+    assert row["integrator"] == "plug-in"
+    assert row["gain"]["value"] > 0  # over the better of the network and one temperature
+    cli("predict", run, "--posterior", "calibration").expect(0)
+    page = (folder_of(run) / "report.html").read_text()
+    assert "calibration map" in page
+    cli("report", run, "--force").expect(0)
+    assert "calibration" in (folder_of(run) / "report.html").read_text()

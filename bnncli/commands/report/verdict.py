@@ -316,10 +316,10 @@ def describe_detection(subject: Subject) -> str | None:
 
 
 def list_focus_groups(subject: Subject) -> list[PredictionGroup]:
-    """Return the predictions in focus, and those of the network as trained and at one temperature."""
+    """Return the predictions in focus, and those of the network as trained, at one temperature, and through a calibration map."""
     if subject.focus is None or isinstance(subject.groups, Missing):
         return []
-    plain = [group for group in subject.groups if group.posterior in ("map", "temperature")]
+    plain = [group for group in subject.groups if group.posterior in ("map", "temperature", "calibration")]
     return [subject.focus, *(group for group in plain if group is not subject.focus)]
 
 
