@@ -13,7 +13,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def network_rows(case: Case, folder: Path) -> Iterator[Row]:
     yield from timed_peers(np.asarray(given, np.float64), val, np.asarray(new, np.float64), labels)
 
 
-def table_rows(kind: str, folder: Path, *, size: int) -> Iterator[Row]:
+def table_rows(kind: str, folder: Path, *, size: int, names: Sequence[str]) -> Iterator[Row]:
     """Yield a classifier of an imbalanced table as it is, through every map, and through the peers, on test."""
     x, y = make_classification(
         size, 20, n_informative=8, n_redundant=4, weights=[0.95], flip_y=0.02, class_sep=0.7, random_state=0
@@ -108,7 +108,7 @@ def table_rows(kind: str, folder: Path, *, size: int) -> Iterator[Row]:
     for name, probs, own in (("val", given, of_val), ("test", new, labels)):
         np.savez(folder / f"{kind}-{name}.npz", probs=probs, label=own)
     yield row("as trained", new.clip(SMALLEST), labels)
-    for name in ("auto", *MAPS):
+    for name in names:
         fitted, table = folder / f"{kind}-{name}.safetensors", folder / f"{kind}-{name}.npz"
         took = bnncli(
             "score", folder / f"{kind}-val.npz", "--fit-calibration", name, "--out", fitted, "--bootstrap", 0
@@ -145,11 +145,11 @@ def main() -> None:
             if only and name not in only:
                 continue
             folder = Path(place)
-            rows = (
-                network_rows(networks[name], folder)
-                if name in networks
-                else table_rows(name, folder, size=2000 if options.quick else 40_000)
+            small = (
+                {"size": 2000, "names": ("isotonic",)} if options.quick else {"size": 40_000, "names": ("auto", *MAPS)}
             )
+            is_network = name in networks
+            rows = network_rows(networks[name], folder) if is_network else table_rows(name, folder, **small)
             found[name] = [one._asdict() | {"losses": None} for one in rows]
             print(f"\n| {name} | NLL | ECE % | accuracy % |\n|---|---|---|---|")
             for one in found[name]:

@@ -135,8 +135,13 @@ def summarize_maps(metrics: Mapping[str, Any], examples: str) -> list[str]:
             f"{own['standard_error']:.4f}"
         )
     ordered = sorted(metrics["maps"], key=lambda one: float(one["nll"]))
-    shown = [f"{one['map']} {one['nll']:.4f}, {percent(one['ece'])}{_gain(one['gain'])}" for one in ordered]
-    lines.append(f"NLL and ECE in {metrics['num_folds']} folds (gain over temperature): {'; '.join(shown)}")
+    shown = [
+        f"{one['map']} {one['nll']:.4f}, {percent(one['ece'])}, {percent(one['accuracy'])}{_gain(one['gain'])}"
+        for one in ordered
+    ]
+    lines.append(
+        f"NLL, ECE and accuracy in {metrics['num_folds']} folds (gain in NLL over temperature): {'; '.join(shown)}"
+    )
     if metrics["left_out"]:
         lines.append(f"left out: {', '.join(metrics['left_out'])}")
     return lines

@@ -226,3 +226,9 @@ def test_the_coverage_of_calibration_errors_is_reported_for_every_form(report_he
         assert row["trials"] == 20
         assert row["coverage"] + row["above"] + row["below"] == pytest.approx(1)
         assert row["coverage"] >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 20)
+
+
+def test_calibration_maps_are_scored_beside_those_of_other_libraries(report_here: Report) -> None:
+    rows = {row["name"].partition(",")[0]: row for row in report_here("calibration_maps.py")["forest"]}
+    assert {"as trained", "isotonic", "scikit-learn isotonic", "scikit-learn sigmoid"} <= set(rows)
+    assert rows["isotonic"]["nll"] < rows["as trained"]["nll"]
