@@ -27,7 +27,6 @@ SPREAD = (
     "fit-vi",
     "fit-swag",
     "fit-sghmc",
-    "fit-calibration",
     "fit-temperature",
     "fit-lbbnn",
     "train",

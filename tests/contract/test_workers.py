@@ -41,7 +41,6 @@ FITS = {
     "fit-swag": ("--epochs", 4),
     "fit-sghmc": ("--chains", 2, "--epochs", 4, "--draws", 2, "--exploration", 0.5),
     "fit-temperature": (),
-    "fit-calibration": (),
 }
 
 
