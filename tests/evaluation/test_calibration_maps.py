@@ -141,8 +141,8 @@ def test_isotonic_is_the_regression_of_scikit_learn_between_its_ends() -> None:
     assert 50 < inside.sum() < 200
     np.testing.assert_allclose(found[inside], expected[inside], atol=1e-9)
     assert (np.diff(found[new.argsort()]) >= -1e-12).all()
-    assert found.min() > 0
-    assert found.max() < 1
+    assert found.min() > 1e-3  # the ends count one example more
+    assert found.max() < 1 - 1e-3
 
 
 def test_the_histogram_is_the_share_in_each_bin() -> None:

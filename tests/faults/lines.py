@@ -319,7 +319,7 @@ LINES = {
         ),
         Line(
             "score/map",
-            ("predictions.npz", "--bootstrap", "0", "--fit-calibration", "platt", "--out", "map.safetensors"),
+            ("predictions.npz", "--labels", "labels.csv", "--bootstrap", "0", "--fit-calibration", "platt", "--out", "map.safetensors"),
             ("map.safetensors",),
             None,
             ("predictions.npz",),
@@ -363,7 +363,17 @@ LINES = {
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.
 WRITTEN = {"--plot", "--figures", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir", "--model-card"}
-READ = {"--follow", "--exclude", "--config", "--from-npz", "--base-model", "--data", "--checkpoints", "--classes"}
+READ = {
+    "--follow",
+    "--exclude",
+    "--config",
+    "--from-npz",
+    "--base-model",
+    "--data",
+    "--checkpoints",
+    "--classes",
+    "--calibration",
+}
 
 
 def prepare(folder: Path) -> None:

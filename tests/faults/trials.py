@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 from bnncli import figures
 from bnncli.artifacts.atomic import dead_temporaries
 from bnncli.artifacts.files import read_header
@@ -124,6 +126,7 @@ class Campaign:
         report.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
+            torch.set_num_threads(1)  # the threads of the process that was forked are not there
             signal.alarm(SECONDS)
             shim = Shim(self.place, fault.kinds, fault.at, fault.number, fault.lasts)
             shim.install()
