@@ -566,8 +566,10 @@ def fit_map(name: str, data: CalibrationData, folds: NDArray, *, progress: Progr
 
 
 def is_tried(name: str, num_examples: int, likelihood: Likelihood) -> bool:
-    """Return whether a map is tried by default: it takes the labels, and its fit takes at most about a minute."""
+    """Return whether a map is tried by default: it takes the labels, and its fit at most about a minute; temperature always."""
     kind = MAPS[name]
+    if kind is Temperature:
+        return True
     fits = kind.takes_labels or likelihood.is_exclusive
     return fits and num_examples * kind.count_params(likelihood.num_classes) <= MOST_WORK
 

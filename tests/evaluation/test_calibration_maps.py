@@ -254,3 +254,8 @@ def test_a_stored_map_is_the_same_and_steps_need_nothing_of_this_package(name: s
     assert torch.equal(values["logits"], found.class_logits(new))
     with pytest.raises(ValueError, match="expected a map"):
         open_map("none", {}, data.likelihood)
+
+
+def test_temperature_is_tried_however_many_rows_there_are() -> None:
+    tried = [name for name in MAPS if module.is_tried(name, 10**8, likelihood_of(10))]
+    assert tried == ["temperature"]
