@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_
 from bnncli.data.sound import Sound, check_decodable, decode_sound
 from bnncli.data.table_files import FILE, LIST, Blocks, Table, files_of
 from bnncli.data.transform import normalise_dtype
-from bnncli.errors import BnnError, DataError, MissingInput
+from bnncli.errors import DataError, MissingInput, ReadError
 from bnncli.names import format_names, quote_name
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
@@ -454,14 +454,10 @@ def _mode(dataset: TableDataset, preprocess: Preprocess) -> str:
     """Return the image mode of the model; without one, grey if the first readable image is."""
     if preprocess.transform is not None:
         return preprocess.transform.mode or "RGB"
-    first: BnnError | None = None
     for row in range(len(dataset)):
-        try:
+        with suppress(DataError, MissingInput, ReadError):
             return dataset._image(row, dataset.table.read(np.array([row]), dataset.roles.inputs)[0][0]).mode
-        except (DataError, MissingInput) as error:
-            first = first or error
-    assert first is not None
-    raise first
+    return "RGB"  # reading says what is wrong
 
 
 def _labels(table: Table, roles: Roles, values: list[list[Any]], where: str) -> Labels:

@@ -90,6 +90,12 @@ class SkippedExamples:
             UnreadableExample(int(split.rows[place]), "" if names is None else names[place], why)
             for place, why in failed
         ]
+        if 0 < len(found) == len(split):
+            raise DataError(
+                f"{split.name}: none of the {len(split):,} examples can be read; the first: {found[0].reason}",
+                hint="check the data and their format",
+                code="too_many_unreadable",
+            )
         if len(found) > self.most * len(split):
             raise DataError(
                 f"{split.name}: {len(found):,} of {len(split):,} examples cannot be read ({percent(len(found) / len(split))}), "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import shutil
+import tarfile
 from pathlib import Path
 
 import h5py
@@ -100,3 +102,31 @@ def test_images_named_by_a_table_may_be_missing(cli: Cli, folder: Path) -> None:
     (row,) = rows_of(folder / "net.pt.bnn/features/test.skipped.csv")
     assert row["sample_id"] == "0"
     assert "none.png" in row["reason"]
+
+
+def test_a_class_whose_images_are_all_damaged_is_left_out(cli: Cli, folder: Path) -> None:
+    for path in (folder / "images/b").iterdir():
+        path.write_bytes(b"<html>")
+    extract(cli, "--skip-unreadable", "--max-skipped", 1).expect(0)
+    with h5py.File(folder / "net.pt.bnn/features/test.h5") as file:
+        assert file["sample_id"][:].tolist() == [row for row in range(8) if row != 3]
+
+
+def test_a_split_without_any_readable_image_is_an_error(cli: Cli, folder: Path) -> None:
+    for path in (folder / "images").glob("*/*"):
+        path.write_bytes(b"<html>")
+    found = extract(cli, "--skip-unreadable", "--max-skipped", 1).expect(65)
+    assert "test: none of the 16 examples can be read; the first: cannot decode 'a/00.png'" in found.stderr
+    assert not list(folder.glob("net.pt.bnn/features/*"))
+
+
+def test_the_first_image_of_a_shard_may_be_damaged(cli: Cli, folder: Path) -> None:
+    with tarfile.open(folder / "shard.tar", "w") as shard:
+        for number, content in enumerate((b"<html>", (folder / "images/a/00.png").read_bytes())):
+            for suffix, data in (("png", content), ("cls", b"0")):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(data)
+                shard.addfile(member, io.BytesIO(data))
+    line = ("net.pt", "--model", "lenet5", "--data", "test=webdataset:shard.tar")
+    cli("extract-features", *line, "--skip-unreadable", "--max-skipped", 0.5).expect(0)
+    assert len(rows_of(folder / "net.pt.bnn/features/test.skipped.csv")) == 1

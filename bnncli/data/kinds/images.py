@@ -6,7 +6,7 @@ Classes are the folder names, sorted. Images are grey if the first readable imag
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from bnncli.data.pixels import (
     open_image,
     resize_and_crop,
 )
-from bnncli.errors import DataError
+from bnncli.errors import DataError, MissingInput, ReadError
 from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 from bnncli.progress import Progress
@@ -139,20 +139,10 @@ def _open_file(folder: Path, name: str) -> Iterator[Image.Image]:
 
 
 def _mode(folder: Path, files: Sequence[str], labels: np.ndarray) -> str:
-    """Return L if the first readable image of every class is grey, else RGB.
-
-    Raises:
-        DataError: no image of a class can be decoded.
-    """
+    """Return L if the first readable image of every class is grey, else RGB. What is not readable is reported when it is read."""
     modes: dict[int, str] = {}
-    damaged: dict[int, DataError] = {}
     for name, label in zip(files, labels.tolist(), strict=True):
         if label not in modes:
-            try:
-                with _open_file(folder, name) as image:
-                    modes[label] = image.mode
-            except DataError as error:
-                damaged.setdefault(label, error)
-    if unknown := {*damaged} - {*modes}:
-        raise damaged[min(unknown)]
+            with suppress(DataError, MissingInput, ReadError), _open_file(folder, name) as image:
+                modes[label] = image.mode
     return common_mode({*modes.values()})

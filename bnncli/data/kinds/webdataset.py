@@ -123,12 +123,15 @@ class ShardDataset:
         return {"sha256": np.array(hashes), "columns": columns, "rows": rows}
 
     def first_modes(self) -> str:
-        """Return L if the first image of every class is grey, else RGB."""
-        rows = np.unique(self.labels, return_index=True)[1] if self.labels is not None else np.array([0])
+        """Return L if the first readable image of every class is grey, else RGB. What is not readable is reported when it is read."""
+        labels = np.zeros(len(self), np.int64) if self.labels is None else self.labels
         modes = set()
-        for _, data, where in self._files(np.sort(rows)):
-            with open_image(io.BytesIO(data), where) as image:
-                modes.add(image.mode)
+        for label in np.unique(labels):
+            for row in np.flatnonzero(labels == label):
+                ((_, data, where),) = self._files(np.array([row]))
+                with suppress(DataError), open_image(io.BytesIO(data), where) as image:
+                    modes.add(image.mode)
+                    break
         return common_mode(modes)
 
     def _files(self, rows: np.ndarray) -> Iterator[tuple[int, bytes, str]]:
