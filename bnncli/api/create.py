@@ -402,6 +402,12 @@ def _batches(given: Any, batch_size: int, name: str) -> Iterator[Batch]:
             if isinstance(batch, Mapping):
                 label = next((name for name in ("labels", "label") if name in batch), None)
                 yield {name: one for name, one in batch.items() if name != label}, batch.get(label)
+            elif isinstance(batch, list | tuple) and len(batch) == 1:
+                yield batch[0], None
+            elif isinstance(batch, list | tuple) and len(batch) != 2:
+                message = f"{name}: expected batches of inputs and labels; got {len(batch)} parts"
+                hint = "use a collate_fn that returns (inputs, labels), or inputs= and labels= of FitPosterior"
+                raise UsageError(message, hint=hint)
             else:
                 yield _pair(tuple(batch) if isinstance(batch, list) else batch)
         return

@@ -17,6 +17,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -159,7 +160,7 @@ def read_in_order(data: Any, pick: Pick | None, name: str) -> Any:
     return DataLoader(
         data.dataset,
         batch_size=size if is_batched else None,
-        sampler=None if hasattr(data.dataset, "__iter__") and not hasattr(data.dataset, "__getitem__") else sampler,
+        sampler=None if isinstance(data.dataset, IterableDataset) else sampler,
         collate_fn=data.collate_fn if pick is None else Pick(pick.inputs, pick.labels, data.collate_fn),
         num_workers=data.num_workers,
         worker_init_fn=data.worker_init_fn,

@@ -8,10 +8,12 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from bnncli.api.commands import METHODS
 from bnncli.callbacks.fitting import PosteriorFit
+from bnncli.errors import UsageError
 
 
 @pytest.mark.long
@@ -43,3 +45,26 @@ def test_a_missing_library_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, f"bnncli.callbacks.{name}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install 'bnncli\[{extra}\]'"):
         importlib.import_module(f"bnncli.callbacks.{name}")
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Examples without an order to choose and without a length."""
+
+    def __iter__(self):
+        torch.manual_seed(0)
+        for row in torch.randn(60, 6):
+            yield row, row[:3].argmax()
+
+
+@pytest.mark.filterwarnings("ignore::bnncli.errors.BnnWarning")
+def test_data_may_be_a_stream() -> None:
+    network = nn.Linear(6, 3)
+    network.weight.data = 3 * torch.eye(3, 6)
+    fit = PosteriorFit("temperature")
+    assert fit.fit(network, DataLoader(Stream(), 20), DataLoader(Stream(), 20), device="cpu")
+
+
+def test_a_batch_of_other_than_inputs_and_labels_is_refused() -> None:
+    data = DataLoader(TensorDataset(torch.randn(9, 6), torch.zeros(9), torch.zeros(9)), 3)
+    with pytest.raises(UsageError, match="train: expected batches of inputs and labels; got 3 parts"):
+        PosteriorFit().fit(nn.Linear(6, 3), data, data, device="cpu")
