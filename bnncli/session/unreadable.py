@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from bnncli.artifacts.atomic import publish_bytes
+from bnncli.artifacts.outputs import escape_formula
 from bnncli.data.splits import InputSplit
 from bnncli.errors import UNREADABLE, DataError
 from bnncli.names import escape_for_table, percent
@@ -21,6 +22,7 @@ from bnncli.progress import Progress
 if TYPE_CHECKING:
     from bnncli.session.run import Result
 
+_COLUMNS = ("sample_id", "name", "reason")
 MOST = 0.01  # share of a split that may be unreadable, by default
 
 
@@ -117,14 +119,24 @@ class SkippedExamples:
         for name, examples in self.found.items():
             path = place(name)
             if not examples:
-                path.unlink(missing_ok=True)
+                if is_list(path):
+                    path.unlink()
                 continue
             text = io.StringIO(newline="")
             writer = csv.writer(text)
-            writer.writerow(("sample_id", "name", "reason"))
-            writer.writerows((one.row, escape_for_table(one.name), escape_for_table(one.reason)) for one in examples)
+            writer.writerow(_COLUMNS)
+            for one in examples:
+                writer.writerow((one.row, *(escape_formula(escape_for_table(cell)) for cell in (one.name, one.reason))))
             publish_bytes(path, text.getvalue().encode(), may_replace=True)
             result.outputs.append({"role": "skipped", "path": str(path), "split": name, "examples": len(examples)})
             result.summary.append(
                 f"{name}: left out {len(examples):,} of {self._sizes[name]:,} examples that cannot be read; see {path}"
             )
+
+
+def is_list(path: Path) -> bool:
+    """Return whether a file is a list of unreadable examples."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.readline(100).rstrip() == ",".join(_COLUMNS).encode()

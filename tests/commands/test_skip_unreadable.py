@@ -130,3 +130,24 @@ def test_the_first_image_of_a_shard_may_be_damaged(cli: Cli, folder: Path) -> No
     line = ("net.pt", "--model", "lenet5", "--data", "test=webdataset:shard.tar")
     cli("extract-features", *line, "--skip-unreadable", "--max-skipped", 0.5).expect(0)
     assert len(rows_of(folder / "net.pt.bnn/features/test.skipped.csv")) == 1
+
+
+def test_a_foreign_file_in_the_place_of_the_list_is_kept(cli: Cli, folder: Path) -> None:
+    extract(cli, *SKIP).expect(0)
+    line = ("predict", "net.pt", "--data", "new=images:images", "--table", "new.csv", *SKIP)
+    (folder / "new.skipped.csv").write_text("mine")
+    found = cli(*line).expect(73)
+    assert "new.skipped.csv exists and is not a list of unreadable examples created by bnncli" in found.stderr
+    assert (folder / "new.skipped.csv").read_text() == "mine"
+    cli(*line, "--force").expect(0)
+    cli(*line).expect(0)
+    assert len(rows_of(folder / "new.skipped.csv")) == 2
+
+
+def test_names_in_the_list_are_no_formulas(cli: Cli, folder: Path) -> None:
+    (folder / "=1+1.png").write_bytes(b"<html>")
+    (folder / "rows.csv").write_text("path,label\nimages/a/00.png,1\nimages/a/01.png,0\n=1+1.png,1\n")
+    words = ("net.pt", "--model", "lenet5", "--data", "test=csv:rows.csv:image=path,label=label")
+    cli("extract-features", *words, "--skip-unreadable", "--max-skipped", 0.4).expect(0)
+    (row,) = rows_of(folder / "net.pt.bnn/features/test.skipped.csv")
+    assert row["name"] == "'=1+1.png"

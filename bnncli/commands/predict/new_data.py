@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 from bnncli.artifacts.atomic import check_writable, publish_bytes, write_error
 from bnncli.artifacts.features import FeatureFile, read_features
 from bnncli.artifacts.headers import convert_lookup_errors
-from bnncli.artifacts.outputs import NAME, TableBlock, csv_bytes, csv_header, is_table, unescape_formula, write_table
+from bnncli.artifacts.outputs import (
+    NAME,
+    TableBlock,
+    check_side_output,
+    csv_bytes,
+    csv_header,
+    is_table,
+    unescape_formula,
+    write_table,
+)
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile
 from bnncli.artifacts.run_folder import artifact_lock
@@ -62,7 +71,7 @@ from bnncli.session.network import RecordedNetwork
 from bnncli.session.network_fit import difference, reference_of
 from bnncli.session.predictor import IntegratorChoice, Predictor
 from bnncli.session.run import Result, Run
-from bnncli.session.unreadable import SkippedExamples
+from bnncli.session.unreadable import SkippedExamples, is_list
 from bnncli.system.input_files import convert_read_errors
 from bnncli.system.workers import team
 
@@ -112,6 +121,11 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
     check_table_path(run, target, [maker.predictor.path for maker in makers])
     added = _open_as_splits(run, options, new) if options.keep_features else None
     skipped = SkippedExamples.asked(run.console, options)
+    names = [parse_split(text, option=flag)[0] for text, flag in _parse_named_data(options)]
+    lists = {name: target.with_suffix(".skipped.csv" if len(names) == 1 else f".{name}.skipped.csv") for name in names}
+    for path in lists.values() if skipped is not None and added is None else ():
+        kind, force = "list of unreadable examples", run.write.force
+        check_side_output(path, "--table", kind, is_ours=is_list, force=force, others=[run.checkpoint_path])
     if added is not None:
         splits = added.splits
     else:
@@ -148,9 +162,7 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
         )
     )
     if skipped is not None and added is None:
-        skipped.list_in(
-            total, lambda name: target.with_suffix(".skipped.csv" if len(splits) == 1 else f".{name}.skipped.csv")
-        )
+        skipped.list_in(total, lists.__getitem__)
     total.metrics = {"examples": num_rows, "posteriors": len(makers), "seconds": seconds}
     total.extra = {"decisions": alarms}
     return total
