@@ -35,12 +35,12 @@ class UnreadableExample(NamedTuple):
 
 
 @contextmanager
-def suggest_skipping() -> Iterator[None]:
-    """Add to the error for an example that cannot be read how to leave it out."""
+def suggest_skipping(options: SkipOptions) -> Iterator[None]:
+    """Add to the error for an example that cannot be read how to leave it out, unless the options say so already."""
     try:
         yield
     except DataError as error:
-        if error.code == UNREADABLE and error.hint is None:
+        if error.code == UNREADABLE and error.hint is None and not options.skip_unreadable:
             error.hint = "repair or remove it, or leave out such examples with \0skip_unreadable\0"
         raise
 

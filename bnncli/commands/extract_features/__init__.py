@@ -255,7 +255,7 @@ def execute(run: Run, options: ExtractFeaturesOptions) -> Result:
     others = worker_pool()
     if others is not None and not others.is_leader:
         return lend_to_first(run, options, saved, others)
-    with suggest_own_model(run, options), suggest_skipping():
+    with suggest_own_model(run, options), suggest_skipping(options):
         result = _from_network(run, options, saved)
     if others is not None:
         end(others)

@@ -148,7 +148,7 @@ def _predict_new(run: Run, options: PredictOptions) -> Result:
     if not pairs:
         raise DataError("no posterior of the run works with the integrator", hint=run.suggest("status"))
     makers = [Maker(replace(predictor), choice, source.content_digest) for predictor, choice, source in pairs]
-    with suggest_skipping():
+    with suggest_skipping(options):
         return predict_new(run, options, makers, merges)
 
 

@@ -6,7 +6,7 @@ Classes are the folder names, sorted. Images are grey if the first readable imag
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from bnncli.data.pixels import (
     open_image,
     resize_and_crop,
 )
-from bnncli.errors import DataError, MissingInput, ReadError
+from bnncli.errors import BnnError, DataError, MissingInput, ReadError
 from bnncli.names import quote_name
 from bnncli.options.declaration import Form
 from bnncli.progress import Progress
@@ -139,10 +139,20 @@ def _open_file(folder: Path, name: str) -> Iterator[Image.Image]:
 
 
 def _mode(folder: Path, files: Sequence[str], labels: np.ndarray) -> str:
-    """Return L if the first readable image of every class is grey, else RGB. What is not readable is reported when it is read."""
+    """Return L if the first readable image of every class is grey, else RGB. What is not readable is reported when it is read.
+
+    Raises:
+        DataError, MissingInput, ReadError: no image can be read.
+    """
     modes: dict[int, str] = {}
+    first: BnnError | None = None
     for name, label in zip(files, labels.tolist(), strict=True):
         if label not in modes:
-            with suppress(DataError, MissingInput, ReadError), _open_file(folder, name) as image:
-                modes[label] = image.mode
+            try:
+                with _open_file(folder, name) as image:
+                    modes[label] = image.mode
+            except (DataError, MissingInput, ReadError) as error:
+                first = first or error
+    if first is not None and not modes:
+        raise first
     return common_mode({*modes.values()})
