@@ -475,6 +475,8 @@ def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, mon
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "form"), [("isotonic", "onnx"), ("beta", "pt2"), ("labels", "pt2")])
 def test_a_calibration_map_of_predictions_gives_what_score_does(cli: Cli, tmp_path: Path, name: str, form: str) -> None:
+    if form == "onnx":
+        pytest.importorskip("onnxscript")
     generator = np.random.default_rng(0)
     probs = generator.random((200, 3)).astype(np.float32)
     labels = generator.random((200, 3)) < 0.2 + 0.5 * probs
