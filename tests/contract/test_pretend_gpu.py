@@ -94,7 +94,7 @@ LINES = (
     "fit-laplace b --center checkpoint --prior-precision marglik",
     "fit-temperature s",
     "fit-calibration s",
-    *(f"fit-calibration s --map {name}" for name in MAPS if name != "temperature"),  # which is fit-temperature
+    *(f"fit-calibration s --map {name}" for name in MAPS if name != "temperature"),
     *(f"predict s --posterior {name} --split val" for name in ("calibration", "isotonic")),
     "stack s",
     *(f"refine s --flow {name} --name r-{name} --batch-size 8 {SMALL}" for name in registry.names("flows")),
@@ -208,6 +208,7 @@ WITHOUT_LINE = {
         ("report", "--figure-format", form): "files of the page's figures, drawn of numbers"
         for form in choices(ReportOptions, "figure_format")
     },
+    ("fit-calibration", "--map", "temperature"): "what fit-temperature does",
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
 LEFT_OUT = {
