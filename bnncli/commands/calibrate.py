@@ -13,7 +13,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND, write_decision
 from bnncli.artifacts.predictions import list_arrays
 from bnncli.artifacts.provenance import Source
-from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
+from bnncli.errors import BnnError, CheckFailed, DataError, UsageError
 from bnncli.evaluation import detectors
 from bnncli.evaluation.decisions import (
     KINDS,
@@ -43,10 +43,9 @@ from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import CheckedOptions, check_split_name, option
 from bnncli.options.shared import check_variant
 from bnncli.session import revisions as _revisions
-from bnncli.session.decisions import maker_of, scores_of
-from bnncli.session.predictions import PredictionGroup, open_groups
+from bnncli.session.decisions import find_calibration_predictions, maker_of, scores_of
+from bnncli.session.predictions import PredictionGroup
 from bnncli.session.produce import ComputationOutput, Request, produce
-from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import PredictedSplit
 from bnncli.session.splits import fresh_split, require_unused
@@ -244,7 +243,7 @@ COMMAND = Command(
 def execute(run: Run, options: CalibrateOptions) -> Result:
     """Fit and publish each rule for each group of predictions. The result's metrics are by rule."""
     options.check_together()
-    groups = _find_groups(run, options)
+    groups = find_calibration_predictions(run, options.split, options.posterior, options.integrator)
     if len(options.kinds) * len(groups) > 1 and run.naming.out is not None:
         raise UsageError(
             "--out FILE holds one rule of one posterior: ask for one rule and give --posterior and --integrator"
@@ -263,46 +262,6 @@ def execute(run: Run, options: CalibrateOptions) -> Result:
                 rules.append({"rule": kind, "posterior": group.posterior, "variant": group.variant, **result.metrics})
     total.extra["rules"] = rules
     return total
-
-
-def _find_groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, Header]]:
-    """Return the predictions to calibrate, each with the header of its predictions of the split.
-
-    Raises:
-        MissingInput: there are no predictions of the split. The hint has the command that makes them.
-        DataError: the split is out-of-distribution.
-    """
-    posterior, integrator = options.posterior, options.integrator
-    if posterior is None and integrator is None and (found := open_recommendation(run)) is not None:
-        posterior, integrator = found.posterior, found.integrator
-        run.console.info(
-            f"using {posterior} ({integrator}), which auto recommends; choose another with --posterior NAME"
-        )
-    if not run.folder.features(options.split).is_file() and run.folder.splits():
-        raise MissingInput(
-            f"{run.checkpoint_path} has no split {options.split!r} (have: {', '.join(run.folder.splits())})",
-            hint=fresh_split(run, options.split),
-            path=run.folder.features(options.split),
-        )
-    posteriors, integrators = ([name] if name else [] for name in (posterior, integrator))
-    groups = open_groups(run, posteriors=posteriors, integrators=integrators)
-    chosen = []
-    for group in groups:
-        if options.split in group.splits(is_ood=True):
-            message = (
-                f"split {options.split!r} is out-of-distribution, but the guarantees hold only for examples like "
-                "the calibration split"
-            )
-            raise DataError(message, code="ood_split", hint=fresh_split(run, options.split))
-        header = group.splits(is_ood=False).get(options.split)
-        if header is not None:
-            chosen.append((group, header))
-        elif posterior is None:
-            run.console.warn(f"skipping {group.name}: it has no predictions for split {options.split!r}")
-    if not chosen:
-        hint = run.suggest("predict", posterior=posterior, integrator=integrator, split=options.split)
-        raise MissingInput(f"no predictions of split {options.split!r}", hint=hint)
-    return chosen
 
 
 def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: PredictionGroup, header: Header) -> Result:

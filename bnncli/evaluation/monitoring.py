@@ -6,7 +6,6 @@ supermartingale. By Ville's inequality it ever reaches 1 / alpha with probabilit
 
 from __future__ import annotations
 
-import bisect
 import math
 from dataclasses import dataclass
 
@@ -34,18 +33,23 @@ class ConformalRanks:
     """
 
     def __init__(self, scores: NDArray) -> None:
-        self._sorted: list[float] = np.sort(_require_finite(scores)).tolist()
+        self._sorted = np.sort(_require_finite(scores))
 
     def extend(self, scores: NDArray, uniforms: NDArray) -> Floats:
         """Return the p-values of the next scores (T,), in order, given a uniform number for each, (T,)."""
         found = np.empty(len(scores))
-        pairs = zip(_require_finite(scores).tolist(), np.asarray(uniforms).tolist(), strict=True)
-        for place, (score, uniform) in enumerate(pairs):
-            below = bisect.bisect_left(self._sorted, score)
-            upto = bisect.bisect_right(self._sorted, score)
-            self._sorted.insert(upto, score)
-            found[place] = (below + uniform * (upto - below + 1)) / len(self._sorted)
+        for start in range(0, len(scores), _BLOCK):
+            block = _require_finite(scores[start : start + _BLOCK])
+            is_later = np.tri(len(block), dtype=bool)  # row t has the examples up to t, itself included
+            below = ((block < block[:, None]) & is_later).sum(axis=1) + np.searchsorted(self._sorted, block)
+            upto = ((block <= block[:, None]) & is_later).sum(axis=1) + np.searchsorted(self._sorted, block, "right")
+            size = len(self._sorted) + 1 + np.arange(len(block))
+            found[start : start + len(block)] = (below + uniforms[start : start + len(block)] * (upto - below)) / size
+            self._sorted = np.sort(np.concatenate([self._sorted, block]), kind="stable")
         return found
+
+
+_BLOCK = 512  # examples compared with each other at once
 
 
 def _require_finite(values: NDArray) -> Floats:
@@ -117,8 +121,7 @@ class Capital:
             log_scale = log_scale + np.log(total)
             shares = shares / total[..., None, None]
             log_capital[..., step] = log_scale
-        with np.errstate(divide="ignore"):
-            return Capital(np.log(shares) + log_scale[..., None, None]), log_capital
+        return Capital(np.log(np.maximum(shares, 1e-300)) + log_scale[..., None, None]), log_capital
 
 
 @dataclass(frozen=True)
@@ -143,18 +146,17 @@ def find_alarm(log_capital: NDArray, alpha: float) -> Alarm | None:
     return Alarm(int(crossed[0]) + 1, int(len(path) - 1 - np.argmin(path[::-1])))
 
 
-def adapt_levels(p_values: NDArray, target: float, rate: float, start: float | None = None) -> Floats:
-    """Return the error levels of adaptive conformal inference before each example and after the last, (T + 1,).
+RATE = 0.005  # by which one example moves the error level of adaptive sets
+LARGEST_STEP = 0.1  # by which one batch moves it
 
-    An example's set lacks its class if the class's conformal p-value is at most the level. The share of such examples
-    differs from `target` by at most (max(start, 1 - start) + rate) / (rate T), for any stream (Gibbs and Candes 2021,
-    proposition 4.1). A level of at most 0 gives all classes, one of at least 1 none.
 
-    Args:
-        p_values: (T,), conformal p-values of the true classes, above 0 and at most 1.
+def adapt_level(level: float, target: float, is_missed: NDArray) -> tuple[float, float]:
+    """Return the next error level of adaptive conformal inference, and the weight of this batch.
+
+    All sets of a batch (n,) have the same level; the next level is lower if more than `target` of them missed their
+    class. A level of at most 0 gives sets of all classes, one of at least 1 empty sets. The mean of the batches' error
+    rates with these weights therefore differs from `target` by at most (1 + LARGEST_STEP) / (RATE sum of weights), for
+    any stream (Gibbs and Candes 2021, proposition 4.1, with batches as steps).
     """
-    levels = np.empty(len(p_values) + 1)
-    levels[0] = target if start is None else start
-    for step, p_value in enumerate(p_values):
-        levels[step + 1] = levels[step] + rate * (target - (p_value <= levels[step]))
-    return levels
+    weight = min(float(len(is_missed)), LARGEST_STEP / RATE)
+    return level + RATE * weight * (target - float(np.mean(is_missed))), weight

@@ -12,8 +12,11 @@ from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.evaluation.decisions import OOD, RISK, SETS, SHIFT
 from bnncli.evaluation.statistics import ScoreGroup
+from bnncli.session.predictions import PredictionGroup, open_groups
+from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Run
 from bnncli.session.score_rows import PredictedSplit, bootstrap_of
+from bnncli.session.splits import fresh_split
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from bnncli.evaluation.detection import ExampleScores
     from bnncli.evaluation.statistics import ExampleStatistics, Row
     from bnncli.options.scoring import EvaluateOptions
-    from bnncli.session.predictions import PredictionGroup
 
 _NAMES: dict[str, tuple[str, ...]] = {
     SETS: ("set_coverage", "worst_class_coverage", "set_size", "empty_sets", "singleton_sets"),
@@ -235,3 +237,47 @@ def _shift_row(decision: DecisionFile, split: PredictedSplit, choices: dict[str,
     if p_value is None:
         return {**row, "undefined": "empty split"}
     return {**row, "is_alarm": p_value <= decision.rule.level, "standard_error": None, "interval": None}
+
+
+def find_calibration_predictions(
+    run: Run, split: str, posterior: str | None, integrator: str | None
+) -> list[tuple[PredictionGroup, Header]]:
+    """Return the predictions to calibrate, each with the header of its predictions of the split.
+
+    Args:
+        posterior, integrator: as named; None for both takes auto's recommendation, else all predictions of the split.
+
+    Raises:
+        MissingInput: there are no predictions of the split. The hint has the command that makes them.
+        DataError: the split is out-of-distribution.
+    """
+    if posterior is None and integrator is None and (found := open_recommendation(run)) is not None:
+        posterior, integrator = found.posterior, found.integrator
+        run.console.info(
+            f"using {posterior} ({integrator}), which auto recommends; choose another with \0posterior\0 NAME"
+        )
+    if not run.folder.features(split).is_file() and run.folder.splits():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no split {split!r} (have: {', '.join(run.folder.splits())})",
+            hint=fresh_split(run, split),
+            path=run.folder.features(split),
+        )
+    posteriors, integrators = ([name] if name else [] for name in (posterior, integrator))
+    groups = open_groups(run, posteriors=posteriors, integrators=integrators)
+    chosen = []
+    for group in groups:
+        if split in group.splits(is_ood=True):
+            message = (
+                f"split {split!r} is out-of-distribution, but the guarantees hold only for examples like "
+                "the calibration split"
+            )
+            raise DataError(message, code="ood_split", hint=fresh_split(run, split))
+        header = group.splits(is_ood=False).get(split)
+        if header is not None:
+            chosen.append((group, header))
+        elif posterior is None:
+            run.console.warn(f"skipping {group.name}: it has no predictions for split {split!r}")
+    if not chosen:
+        hint = run.suggest("predict", posterior=posterior, integrator=integrator, split=split)
+        raise MissingInput(f"no predictions of split {split!r}", hint=hint)
+    return chosen

@@ -9,9 +9,11 @@ from scipy import integrate, stats
 
 from bnncli.evaluation.decisions import distance_p_value, kolmogorov_smirnov_distance
 from bnncli.evaluation.monitoring import (
+    LARGEST_STEP,
+    RATE,
     Capital,
     ConformalRanks,
-    adapt_levels,
+    adapt_level,
     bet_on_losses,
     bet_on_p_values,
     find_alarm,
@@ -48,10 +50,10 @@ def stream_p_values(size, num_calibration, steps, seed, shift=0.0, start=None):
 
 def test_p_values_are_ranks_among_all_earlier_scores():
     generator = np.random.default_rng(0)
-    calibration, scores = generator.integers(0, 8, 30), generator.integers(0, 8, 50)
-    uniforms = generator.random(50)
+    calibration, scores = generator.integers(0, 8, 30), generator.integers(0, 8, 1100)
+    uniforms = generator.random(1100)
     found = ConformalRanks(calibration).extend(scores, uniforms)
-    for step in range(50):
+    for step in (*range(50), *range(500, 540), *range(1020, 1030), 1099):
         bag = np.concatenate([calibration, scores[: step + 1]])
         below, ties = (bag < scores[step]).sum(), (bag == scores[step]).sum()
         assert found[step] == (below + uniforms[step] * ties) / len(bag)
@@ -162,13 +164,22 @@ def test_upper_rate_is_that_of_clopper_and_pearson(wrong, n):
     assert upper_rate(wrong, n, 0.05) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("rate", [0.005, 0.05])
-def test_adaptive_levels_keep_the_error_rate_under_any_drift(rate):
-    steps, target = 4000, 0.1
-    generator = np.random.default_rng(8)
-    drift = np.linspace(0, 4, steps) * (np.arange(steps) // 500 % 2)
-    for p_values in (stats.norm.cdf(generator.normal(size=steps) - drift), np.full(steps, 1e-6), np.ones(steps)):
-        levels = adapt_levels(p_values, target, rate)
-        wrong = (p_values <= levels[:-1]).mean()
-        assert abs(wrong - target) <= (max(target, 1 - target) + rate) / (rate * steps)
-        assert levels[-1] == pytest.approx(target + rate * steps * (target - wrong))
+@pytest.mark.parametrize("size", [1, 7, 500])
+def test_adaptive_levels_keep_the_error_rate_under_any_drift(size):
+    generator, target, nights = np.random.default_rng(8), 0.1, 800
+
+    def miss(night, level):  # a shift that comes and goes; all wrong; all right; the opposite of what the level expects
+        drifted = stats.norm.cdf(generator.normal(size=size) - 3 * (night // 100 % 2)) <= level
+        yield drifted
+        yield np.full(size, level > 0)  # a level of at most 0 gives sets of all classes
+        yield np.full(size, level >= 1)
+        yield np.full(size, level >= 1 or (level > 0 and night % 2))
+
+    for stream in range(4):
+        level, total, missed = target, 0.0, 0.0
+        for night in range(nights):
+            is_missed = list(miss(night, level))[stream]
+            level, weight = adapt_level(level, target, is_missed)
+            total, missed = total + weight, missed + weight * is_missed.mean()
+            assert -LARGEST_STEP <= level <= 1 + LARGEST_STEP
+        assert abs(missed / total - target) <= (1 + LARGEST_STEP) / (RATE * total)
