@@ -70,6 +70,7 @@ COMPUTING = {
     "merge",
     "export",
     "calibrate",
+    "monitor",
 }
 
 
@@ -393,6 +394,12 @@ LINES = (
         "evaluate sure --bootstrap 50 --metric set_coverage --metric selective_risk --metric detection_rate --metric shift_p --intervals",
         SOLVED,
     ),
+    Line("predict sure --samples 20 --posterior laplace --split test --table night.csv", SOLVED),
+    Line("monitor sure --table night.csv --coverage 0.8", SOLVED),
+    Line("monitor sure --table night.csv --json", SOLVED),
+    Line("monitor sure --max-error 0.5"),
+    Line("predict sure --samples 20 --posterior laplace --split far --table far.csv", SOLVED),
+    Line("monitor sure --table far.csv --alarm-file ALARM.json --alpha 0.5 --reset", SOLVED),
     Line("predict sure --samples 20 --posterior laplace --table sure.csv", SOLVED),
     Line("inspect sure.bnn/decisions/laplace.mc/sets.safetensors", SOLVED),
     Line("rm sure laplac"),

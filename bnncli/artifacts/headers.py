@@ -124,6 +124,16 @@ _META: dict[str, dict[str, Check]] = {
         "split": is_text,
         "num_examples": _is_count,
     },
+    "monitor": {
+        "posterior": is_text,
+        "variant": is_text,
+        "split": is_text,
+        "calibration": is_text,
+        "settings": _is_object,
+        "reference": _or_none(_is_object),
+        "sets": _or_none(_is_object),
+        "metrics": _is_object,
+    },
     "predictions": {"posterior": is_text, "integrator": is_text, "split": is_text, "num_examples": _is_count},
     "export": {"posterior": is_text, "variant": is_text, "format": is_text, "metrics": _is_object},
 }
@@ -172,6 +182,7 @@ KINDS = (
     "decision",
     "export",
     "calibration",
+    "monitor",
 )
 _SEALED_KINDS = (*KINDS, "resume")  # resume states are not artifacts, but their documents have a digest, too
 MAX_JSON_BYTES = 1 << 20

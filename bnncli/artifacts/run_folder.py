@@ -120,6 +120,10 @@ class RunFolder:
         """Return decisions/<posterior>.<integrator>/<rule>.safetensors; `name` is <posterior>.<integrator>."""
         return self.root / "decisions" / name / f"{rule}.safetensors"
 
+    def monitor(self, name: str) -> Path:
+        """Return monitor/<name>.safetensors."""
+        return self.root / "monitor" / f"{name}.safetensors"
+
     def _check_no_link(self, target: Path) -> None:
         """Raise OutputExists if a folder within the run folder is a symbolic link, through which its author could redirect writes."""
         if not target.is_relative_to(self.root):
@@ -169,6 +173,10 @@ class RunFolder:
     def decision_files(self, name: str = "[!.]*") -> list[Path]:
         """Return every decision file of the run, or of the predictions of this name."""
         return sorted((self.root / "decisions").glob(f"{name}/[!.]*.safetensors"))
+
+    def monitor_files(self) -> list[Path]:
+        """Return the state of every monitor of the run."""
+        return sorted((self.root / "monitor").glob("[!.]*.safetensors"))
 
     @property
     def recommended(self) -> Path:

@@ -108,6 +108,7 @@ def _describe_run_use(checkpoint: str, run_dir: str | None, path: Path, *, is_ar
         *folder.posteriors(),
         *folder.prediction_files(),
         *folder.decision_files(),
+        *folder.monitor_files(),
         *folder.metrics_files(),
         *folder.export_files(),
     ]

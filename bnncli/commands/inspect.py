@@ -127,7 +127,7 @@ def _arrays(header: Header) -> dict[str, str]:
     is_tensors = header.path.suffix == FORMATS["torch"]
     if header.kind == "metrics" or (header.kind == "export" and not is_tensors):
         return {}
-    if header.kind in ("posterior", "checkpoint", "decision", "export", "calibration"):
+    if header.kind in ("posterior", "checkpoint", "decision", "export", "calibration", "monitor"):
         return tensor_shapes(header.path)
 
     return array_shapes(header.path)
@@ -246,8 +246,8 @@ def _identify_contents(folder: Path) -> Finding:
     raise MissingInput(f"bnncli does not recognise the folder {quote_name(folder, limit=300)}; {what}", path=folder)
 
 
-_PARTS = ("features", "posteriors", "predictions", "metrics", "decisions", "exports")
-_LATER = ("decisions", "exports")  # shown where they are
+_PARTS = ("features", "posteriors", "predictions", "metrics", "decisions", "monitor", "exports")
+_LATER = ("decisions", "monitor", "exports")  # shown where they are
 
 
 def _identify_run(folder: Path, names: list[str]) -> Finding | None:

@@ -14,7 +14,7 @@ from bnncli.session.states import artifact_files, dependents, remove_artifacts
 
 COMMAND = Command(
     "Remove posteriors or predictions, and everything made from them.",
-    "Also removes predictions, metrics, decisions and recommendations made from them. Refuses if another posterior "
+    "Also removes predictions, metrics, decisions, monitors and recommendations made from them. Refuses if another posterior "
     "or an export depends on them, unless you name it too or pass --dependents.",
     (
         own_options(

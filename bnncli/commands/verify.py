@@ -14,6 +14,8 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND as DECISION
 from bnncli.artifacts.posteriors import read_decision, read_trained
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.commands.monitor import KIND as MONITOR
+from bnncli.commands.monitor import check_state
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
 from bnncli.evaluation.statistics import check_probabilities
 from bnncli.options.command import Argument, Command, CommonOptions
@@ -94,6 +96,8 @@ def check_artifact(path: Path) -> Header:
         read_trained(path)
     elif header.kind == CALIBRATION:
         read_map(path)
+    elif header.kind == MONITOR:
+        check_state(path)
     elif header.kind == EXPORT:
         check_export(path)
     else:

@@ -153,6 +153,13 @@ def read_texts(path: Path, column: str) -> list[str]:
     return [", ".join("" if value is None else str(value) for value in row) for row in rows]
 
 
+def read_columns(path: Path, names: Collection[str]) -> dict[str, list[Any]]:
+    """Return the values (N,) of those of the columns or arrays that a file has. Raises as read_given_predictions."""
+    source = _open(path)
+    there = [name for name in names if name in source.columns]
+    return dict(zip(there, source.values(there), strict=True))
+
+
 def read_magic(path: Path) -> bytes:
     """Return the first bytes of a file. Raises MissingInput, or DataError if it is empty."""
     with open_regular(path) as stream:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
+
+from bnncli.lazy import special
 
 Floats = NDArray[np.float64]
 

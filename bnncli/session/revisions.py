@@ -32,6 +32,7 @@ EVALUATE_FEATURES = 1
 AUTO = 3  # 2: accuracy and OOD detection besides NLL; 3: detection by the features, whatever is recommended
 EXPORT = 1
 CALIBRATE = 1
+MONITOR = 1
 
 
 def of_laplace(*, in_span: bool) -> int:
@@ -156,4 +157,5 @@ _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "export": lambda header: {EXPORT},
     "calibration": lambda header: {FIT_CALIBRATION},
     "decision": lambda header: {CALIBRATE},
+    "monitor": lambda header: {MONITOR},
 }

@@ -51,6 +51,7 @@ def artifact_files(run: Run) -> list[Path]:
         + folder.posteriors()
         + folder.prediction_files()
         + folder.decision_files()
+        + folder.monitor_files()
         + folder.metrics_files()
         + folder.export_files()
         + [path for path in (folder.recommended,) if path.is_file()]

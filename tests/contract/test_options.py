@@ -34,7 +34,7 @@ VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
     "fit-calibration map": "isotonic", "score fit-calibration": "isotonic", "score out": "map.safetensors",
     "curvature": "fisher", "precision-per": "layer", "simulations": "50", "budget": "5m",
-    "metric": "nll", "score": "knn", "score score": "energy", "calibrate score": "energy", "assert": "ece<=0.02", "log-format": "json", "log-to": "tensorboard:logs", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
+    "metric": "nll", "score": "knn", "score score": "energy", "calibrate score": "energy", "monitor score": "max_prob", "assert": "ece<=0.02", "log-format": "json", "log-to": "tensorboard:logs", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "grid devices": "0,1", "grid jobs": "3", "reproduce scale": "paper", "reproduce jobs": "3", "definitions": "right", "sampler": "nuts", "dynamics": "leapfrog", "gradients": "tf32", "hmc spread": "chains", "dtype": "float16", "autocast": "bf16", "background": "black", "task": "multiclass", "criterion": "nll",
     "prior-precision": "2", "bias-precision": "2", "prior-mean": "checkpoint", "fit-on": "val", "max-rhat": "1.5", "draws": "9", "alpha": "0.1", "bootstrap": "200", "format": "csv", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5", "each": "laplace",
     "sets": "raps", "figure-format": "svg", "export format": "pt2", "export score": "entropy", "recipe": "mlp-fmnist", "train optimizer": "sgd", "acquire by": "batchbald", "augment": "crop", "corrupt": "jpeg:3",
@@ -52,6 +52,7 @@ BESIDE = {
     "predict keep-features": ["--data", "new=npz:x", "--table", "t.csv"],
     "predict skip-unreadable": ["--data", "new=npz:x", "--table", "t.csv"],
     "predict max-skipped": ["--data", "new=npz:x", "--table", "t.csv", "--skip-unreadable"],
+    "monitor labels": ["--table", "t.csv"],
     "extract-features max-skipped": ["--skip-unreadable"],
     "predict follow": ["--table", "t.csv"],
     "predict idle": ["--follow", "d", "--table", "t.csv"],

@@ -213,6 +213,7 @@ WITHOUT_LINE = {
 }
 LEFT_OUT = {
     "calibrate": "counts and sorts on the CPU",
+    "monitor": "as calibrate",
     "demo": "runs other commands, for a minute",
     "reproduce": "as demo",
 }

@@ -91,6 +91,7 @@ ALWAYS_WORK = {
     "verify",
     "demo",
     "convert",
+    "monitor",
     "score",
     "grid",
     "reproduce",

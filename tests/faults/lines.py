@@ -76,6 +76,7 @@ _TRAIN, _VAL, _TEST = (f"small.bnn/features/{split}.h5" for split in ("train", "
 _LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("laplace", "lbbnn"))
 _MC = "small.bnn/predictions/laplace.mc/test.h5"
 _CALIBRATED = ("--posterior", "laplace", "--integrator", "mc", "--split", "test", "--sets", "lac")
+_WATCHED = (*_CALIBRATED[:6], "--name", "new")
 _ALL = ("whole.pt", "--layers", "all", "--trust-code")  # of a network by code, whose inputs are read again
 _WHOLE = ("whole.pt", "net.py", "train.npz", "whole.pt.bnn/features/train.h5")
 _NEW = ("--posterior", "map", "--trust-code")  # of inputs that are no split of the run
@@ -284,6 +285,14 @@ LINES = {
             (_MC,),
         ),
         Line(
+            "monitor",
+            ("small", *_WATCHED, "--table", "night.csv"),
+            ("small.bnn/monitor/new.safetensors",),
+            ("small", *_WATCHED),
+            (_MC, "night.csv"),
+            force=(),
+        ),
+        Line(
             "export",
             ("small", "--posterior", "laplace", "--name", "new", "--head-only", "--format", "pt2", "--draws", "9"),
             ("small.bnn/exports/new.pt2",),
@@ -362,7 +371,18 @@ LINES = {
     )
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.
-WRITTEN = {"--plot", "--figures", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir", "--model-card"}
+WRITTEN = {
+    "--plot",
+    "--figures",
+    "--table",
+    "--dense",
+    "--out",
+    "--dir",
+    "--log-file",
+    "--run-dir",
+    "--model-card",
+    "--alarm-file",
+}
 READ = {
     "--follow",
     "--exclude",
@@ -399,8 +419,11 @@ def prepare(folder: Path) -> None:
         ["fit-lbbnn", "small", "--epochs", "1"],
         ["extract-features", "whole.pt", *_TWO],
         ["fit-laplace", *_ALL, "--structure", "diag", "--prior-precision", "3"],
+        ["predict", "small", *_CALIBRATED[:6], "--table", "night.csv"],
     ):
         assert run_command_line([*line, "-q"], io.StringIO()) == 0
+    table = folder / "night.csv"
+    table.write_text(table.read_text().replace(",test,", ",new,"))
 
 
 def leave_leftovers(folder: Path) -> list[Path]:

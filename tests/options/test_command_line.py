@@ -66,6 +66,7 @@ COMPANIONS = {
     "hmc": ({"layers": "all"},),
     **dict.fromkeys(("fit-sghmc", "fit-swag"), ({"layers": "all"},)),
     "fit-vi": ({"layers": "all"}, {"estimator": "reparam"}),
+    "monitor": ({"table": "t.csv"},),
     "prune": ({"rule": "density"},),
     "fit-lbbnn": ({"estimator": "mnf"}, {"estimator": "concrete"}),
 }
