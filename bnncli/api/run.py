@@ -355,6 +355,8 @@ class OpenedRun:
     evaluate = CommandMethod("evaluate")
     compare = CommandMethod("compare")
     diagnose = CommandMethod("diagnose")
+    calibrate = CommandMethod("calibrate")
+    monitor = CommandMethod("monitor")
     report = CommandMethod("report")
 
     def module(

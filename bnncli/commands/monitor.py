@@ -377,7 +377,8 @@ def execute(run: Run, options: MonitorOptions) -> Result:
         [Source(f"predictions.{options.split}", header.path, header.content_digest)],
         header.provenance.get("checkpoint"),
         lambda: 1 << 16,
-        why_anew=lambda recorded: "the stream goes on" if not options.reset else "\0reset\0",
+        why_anew=lambda recorded: "\0reset\0" if options.reset else "the stream goes on",
+        accumulates=not options.reset,
     )
     result = produce(run, request, compute, when_fresh=when_fresh)
     if not made:  # a dry run
@@ -573,8 +574,8 @@ def _read_table(path: Path, calibration: Calibration, score: str, split: str) ->
     origins = list(zip(*(map(str, found[title]) for title in _TITLES), strict=True))
     watched = (calibration.group.posterior, calibration.group.variant)
     rows = [row for row, origin in enumerate(origins) if origin[1:] == watched]
-    if not rows:
-        there = ", ".join(dict.fromkeys(".".join(origin[1:]) for origin in origins)) or "no rows"
+    if origins and not rows:
+        there = ", ".join(dict.fromkeys(".".join(origin[1:]) for origin in origins))
         message = f"{shown} has no predictions of {calibration.group.name} (has: {there})"
         raise DataError(message, code="other_predictions", path=path)
     used = {origins[row][0] for row in rows} & {split, "train", "val"}
@@ -772,6 +773,7 @@ def _publish_sets(run: Run, calibration: Calibration, state: State) -> Result:
         header.provenance.get("checkpoint"),
         lambda: 1 << 12,
         why_anew=lambda recorded: "the level has changed" if "level" in recorded else None,
+        accumulates=True,
     )
     return produce(run, request, compute)
 

@@ -50,6 +50,7 @@ class Request:
         estimated_memory: returns the peak memory of the work in bytes, on top of the process's own; None if unplanned.
         require: checks that the machine can do the work, and may warn of its cost; only called if there is work.
         begin: checks that the work can start, as far as possible before importing PyTorch; not called in a dry run.
+        accumulates: whether replacing the artifact is its usual course, which is not announced.
         why_anew: maps recorded params that differ to the reason to replace the artifact; None to refuse.
     """
 
@@ -65,6 +66,7 @@ class Request:
     begin: Callable[[], object] = lambda: None
     estimated_memory: Callable[[], int | None] = lambda: None
     why_anew: Callable[[Mapping[str, Any]], str | None] = lambda recorded: None
+    accumulates: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def make(
     if decision.action == "skip" and decision.header is not None:
         return _up_to_date(run, request, decision.header, when_fresh)
     request.require()
-    if decision.action == "replace":
+    if decision.action == "replace" and not request.accumulates:
         run.console.info(f"{request.target}: replacing it ({decision.why})")
     check_free_space(request.target.parent, request.estimated_bytes())
     request.begin()

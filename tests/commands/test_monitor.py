@@ -243,6 +243,12 @@ def test_what_does_not_fit_is_refused_in_one_line(cli: Cli, run: Path) -> None:
     cli("monitor", run, "--reset", "--alarm-file", "keep.json").expect(73, "is not a list of alarms created by bnncli")
 
 
+def test_a_night_without_examples_changes_nothing(cli: Cli, run: Path) -> None:
+    Path("none.csv").write_text(Path("night.csv").read_text().partition("\n")[0] + "\n")
+    found = numbers_of(cli("monitor", run, "--table", "none.csv", "--json").expect(0))
+    assert [one["examples"] for one in found["tests"].values()] == [0, 0]
+
+
 def test_a_dry_run_writes_nothing(cli: Cli, run: Path) -> None:
     assert "compute" in cli("monitor", run, "--table", "night.csv", "--dry-run").expect(0).stdout
     assert not state_of(run).exists()
