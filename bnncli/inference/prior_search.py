@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 # Limits on examples times parameters for a candidate's mode and for draws on val: about 15 s and 5 s on two cores.
 _MODE_WORK = {"cpu": 1.6e10, "cuda": 1e12}
 _VAL_WORK = {"cpu": 1.6e11, "cuda": 1.6e13}
-_BRIEF_SHARE = (
-    1 / 16
-)  # of _MODE_WORK; above it, weak priors, whose modes take longest, are tried only if they may be the best
+_BRIEF_SHARE = 1 / 16  # of _MODE_WORK; above it, a search is also coarser and its modes are less exact
+_BRACKET_WORK = (
+    1e7  # examples times parameters; above it, weak priors, whose modes take longest, are tried only if needed
+)
 _LEAST_BY_OUTPUT = 10  # examples
 _LEAST_VAL = 1000
 _PAYS = 0.5  # use all rows if the limit leaves more than this share
@@ -496,7 +497,8 @@ def search(
         progress.task("prior precision", num_candidates(grid)),
         mode_slack=LARGE_SLACK if is_large else 1.0,
     )
-    fit = search_lowest_fit(candidates, grid, is_brief=is_large)
+    pace = choose_pace(target, is_large=is_large, shares_center=candidates.center == "checkpoint")
+    fit = search_lowest_fit(candidates, grid, pace)
     best = candidates.best
     if center != candidates.center:
         fit = _fit_at(candidates, best, center, progress)
@@ -509,13 +511,11 @@ def search(
         structure=structure,
         fit=fit,
         judge=candidates.criterion,
-        plug_in=_best_plug_in(candidates, grid, is_brief=is_large, progress=progress) if criterion == "val" else None,
+        plug_in=_best_plug_in(candidates, grid, pace, progress) if criterion == "val" else None,
     )
 
 
-def _best_plug_in(
-    candidates: Candidates, grid: list[float], *, is_brief: bool, progress: Progress
-) -> PlugInChoice | None:
+def _best_plug_in(candidates: Candidates, grid: list[float], pace: Pace, progress: Progress) -> PlugInChoice | None:
     """Return the best precision for the centre alone; None if no known centre predicts better than the best Gaussian.
 
     If few rows leave the posterior far from Gaussian, draws of the Gaussian need a prior much too strong for its mode:
@@ -527,7 +527,7 @@ def _best_plug_in(
     centers = candidates.by_plug_in(progress.task("prior precision of the mode", num_candidates(grid)))
     if not centers.known[centers.best].value < lowest:
         return None
-    judge_precisions(centers, grid, is_brief=is_brief)
+    judge_precisions(centers, grid, pace)
     best = centers.best
     at_edge = is_at_edge(best, grid, candidates.target)
     return PlugInChoice(math.exp(best), _curve(centers), centers.known[best].theta, at_edge)
@@ -599,9 +599,29 @@ def _find_center(target: CurvedTarget, criterion: str, center: str) -> str:
     return center if target.layout.num_params <= MAX_FULL_PRECONDITIONER else "checkpoint"
 
 
-def search_lowest_fit(candidates: SearchedPrecisions[Fit], grid: list[float], *, is_brief: bool) -> Fit:
+@dataclass(frozen=True)
+class Pace:
+    """How thorough a search is.
+
+    Args:
+        is_bracketed: judge grid points outwards from the checkpoint's own precision only until the criterion rises.
+        num_halvings: of the step around the lowest point.
+    """
+
+    is_bracketed: bool
+    num_halvings: int
+
+
+def choose_pace(target: CurvedTarget, *, is_large: bool, shares_center: bool = False) -> Pace:
+    """Return the pace of a search: the whole grid where that takes about a second, or one Hessian serves all points."""
+    is_slow = target.num_examples * target.layout.num_params > _BRACKET_WORK
+    is_bracketed = is_large or (is_slow and target.is_concave and not shares_center)
+    return Pace(is_bracketed, _LARGE_HALVINGS if is_large else _HALVINGS)
+
+
+def search_lowest_fit(candidates: SearchedPrecisions[Fit], grid: list[float], pace: Pace) -> Fit:
     """Return the exact fit at the lowest point that `judge_precisions` finds."""
-    judge_precisions(candidates, grid, is_brief=is_brief)
+    judge_precisions(candidates, grid, pace)
     while True:
         best = candidates.best
         fit = candidates.fit(best)
@@ -609,16 +629,16 @@ def search_lowest_fit(candidates: SearchedPrecisions[Fit], grid: list[float], *,
             return fit
 
 
-def judge_precisions(candidates: SearchedPrecisions[Any], grid: list[float], *, is_brief: bool) -> None:
-    """Judge precisions: the whole grid, then successively smaller steps around its lowest point."""
-    if is_brief:
+def judge_precisions(candidates: SearchedPrecisions[Any], grid: list[float], pace: Pace) -> None:
+    """Judge precisions: the grid or part of it, then successively smaller steps around its lowest point."""
+    if pace.is_bracketed:
         _bracket(candidates, grid)
         if candidates.target.prior.mean is not None:
             candidates.judge(grid[-1])
     else:
         candidates.judge_all(list(reversed(grid)))
     step = grid[1] - grid[0] if len(grid) > 1 else 0.0
-    for _ in range((_LARGE_HALVINGS if is_brief else _HALVINGS) if step else 0):
+    for _ in range(pace.num_halvings if step else 0):
         step /= 2
         middle = candidates.best
         candidates.judge_all([max(middle - step, grid[0]), min(middle + step, grid[-1])])

@@ -17,6 +17,7 @@ from bnncli.inference.prior_search import (
     SAMPLED,
     TOLERANCES,
     Candidates,
+    choose_pace,
     first_near_the_best,
     is_at_edge,
     judge_precisions,
@@ -106,11 +107,12 @@ def search_folds(
         own = replace(criterion, held_out=fold.held_out)  # same noise for all folds
         parts.append(Candidates(fold.target, structure, "mode", own, start, TOLERANCES["val"], task, mode_slack=slack))
     candidates = _Folds(parts, [fold.num_held_out for fold in folds])
-    fits = search_lowest_fit(candidates, grid, is_brief=is_large)
+    pace = choose_pace(target, is_large=is_large)
+    fits = search_lowest_fit(candidates, grid, pace)
     chosen, integrator = candidates, SAMPLED
     centers = candidates.by_plug_in(progress.task("prior precision of the mode", num_candidates(grid) * len(folds)))
     if centers.values[centers.best] < candidates.values[candidates.best]:
-        judge_precisions(centers, grid, is_brief=is_large)
+        judge_precisions(centers, grid, pace)
         losses = {SAMPLED: candidates.losses(fits), PLUG_IN: centers.plug_in_losses()}
         if first_near_the_best(losses) == PLUG_IN:
             candidates.judge(centers.best)

@@ -16,13 +16,15 @@ from problems.heads import at_random, by_noisy_sign, draw_examples, gaussian_at_
 from problems.seeds import normal, seeded
 
 from bnncli.evaluation.recommendation import WORSE_SHARE
-from bnncli.inference import memory, structure_choice
+from bnncli.inference import memory, prior_search, structure_choice
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import covariance_at, default_tolerance, find_mode
 from bnncli.inference.prior_criterion import Criterion, losses_by_logits
 from bnncli.inference.prior_search import (
     Candidates,
+    Pace,
     SearchRows,
+    choose_pace,
     choose_structure,
     first_near_the_best,
     is_short_search,
@@ -337,6 +339,30 @@ def test_a_search_of_a_large_head_leaves_precisions_out_and_finds_the_same() -> 
         # Where it began, one beyond the lowest, and one beyond its beginning where it went the wrong way first.
         assert min(part) == pytest.approx(min(own, 0.1), rel=0.02)
         assert max(part) == pytest.approx(10.0 if own < 10 else 10 * own, rel=0.02)
+
+
+def test_a_search_that_takes_seconds_leaves_precisions_out_and_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = HeadLayout(3, 4)
+    target = head_target(layout, 40, prior=1.0, labels=by_noisy_sign)
+    held_out = target.held_out(*draw_examples(layout, 200, labels=by_noisy_sign, seed=1))
+    found = []
+    for work in (1e7, 0):
+        monkeypatch.setattr(prior_search, "_BRACKET_WORK", work)
+        start = torch.zeros(layout.num_params)
+        found.append(
+            search(target, start=start, generator=seeded(7), criterion="val", held_out=held_out, tolerance=0.0)
+        )
+    assert len(found[1].curve) < len(found[0].curve)
+    assert found[1].best == pytest.approx(found[0].best, rel=1e-3)
+    assert found[1].fit.log_joint == pytest.approx(found[0].fit.log_joint, rel=1e-5)
+
+
+def test_searches_of_shared_centers_and_small_ones_judge_the_whole_grid() -> None:
+    large, small = (head_target(HeadLayout(3, 4), count) for count in (700_000, 40))
+    assert choose_pace(large, is_large=False).is_bracketed
+    assert not choose_pace(large, is_large=False, shares_center=True).is_bracketed
+    assert not choose_pace(small, is_large=False).is_bracketed
+    assert choose_pace(small, is_large=True) == Pace(is_bracketed=True, num_halvings=1)
 
 
 def test_the_checkpoints_own_precision_is_that_of_which_it_is_the_mode() -> None:
