@@ -24,6 +24,7 @@ from bnncli.data.arrays import npz_shapes
 from bnncli.data.columns import Columns, find_roles
 from bnncli.data.table_files import TEXT
 from bnncli.errors import BnnError, DataError, MissingInput
+from bnncli.models.answers import is_causal
 from bnncli.models.build import recognise_networks
 from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.checkpoints import Checkpoint, find_states, load_whole
@@ -329,7 +330,10 @@ def _identify_saved_model(folder: Path, names: list[str]) -> Finding | None:
     )
     sharded = None if weights else find_sharded_folder(folder)
     task = next((match[1] for one in architectures if (match := _CLASSIFIER.search(one))), None)
-    if task is None:
+    if task is None and any(map(is_causal, architectures)):
+        found.add("note", "a language model: name the answers that it chooses from")
+        found.suggest(folder, model=f"hf:{folder}", data="csv:TRAIN.csv", model_arg=["answers=A,B,C,D"])
+    elif task is None:
         found.add("note", "not a classifier: it has no head, so its outputs can only be features")
     else:
         is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)

@@ -269,8 +269,7 @@ class Texts:
 
     def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return token ids and related inputs, (n, length) int64 by name, and the number of truncated texts."""
-        _settle_threads()
-        tokenizer = _load_processor("AutoTokenizer", self.folder, self.digest)
+        tokenizer = load_tokenizer(self.folder, self.digest)
         texts: tuple[list[str], ...] = (list(items),)
         if items and not isinstance(items[0], str):
             texts = [first for first, _ in items], [second for _, second in items]
@@ -295,8 +294,7 @@ class Texts:
     @property
     def pad_token_id(self) -> int | None:
         """The padding token; None if there is none."""
-        _settle_threads()
-        found = _load_processor("AutoTokenizer", self.folder, self.digest).pad_token_id
+        found = load_tokenizer(self.folder, self.digest).pad_token_id
         return None if found is None else int(found)
 
     def to_json(self) -> dict[str, Any]:
@@ -488,6 +486,12 @@ def _load_processor(auto: str, folder: str, digest: str) -> Any:
                 path=folder,
             ) from error
         raise DataError(f"{quote_name(folder, limit=300)}: cannot load its {what}: {why}", path=folder) from error
+
+
+def load_tokenizer(folder: str, digest: str) -> Any:
+    """Load the tokenizer of a folder with this digest. Raises as _load_processor."""
+    _settle_threads()
+    return _load_processor("AutoTokenizer", folder, digest)
 
 
 def _settle_threads() -> None:

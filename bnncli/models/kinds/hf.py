@@ -1,4 +1,4 @@
-"""`hf:DIR`: a Hugging Face text, image or audio classifier in a `save_pretrained` folder."""
+"""`hf:DIR`: a Hugging Face text, image or audio classifier, or a language model, in a `save_pretrained` folder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import MissingInput
+from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.models import ModelRequest
+from bnncli.models.answers import Prompts, Question, is_causal
 from bnncli.models.huggingface import (
     ADAPTER_CONFIG,
     CONFIG,
     Images,
     Sounds,
     Texts,
+    architecture_of,
+    check_plain,
     classes_of,
     find_files_like,
     find_folder,
@@ -22,6 +25,7 @@ from bnncli.models.huggingface import (
     inputs_of,
     kind_of,
     task_of,
+    text_inputs,
     weight_files,
 )
 from bnncli.models.output_folders import choose_checkpoint
@@ -33,9 +37,9 @@ from bnncli.system.input_files import read_object
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FORM = Form("hf:DIR", 10, "A Hugging Face classifier saved by save_pretrained.")
+FORM = Form("hf:DIR", 10, "A Hugging Face classifier or language model saved by save_pretrained.")
 EXTRA: str | None = "hf"
-TAKES: tuple[str, ...] = ("allow_download",)
+TAKES: tuple[str, ...] = ("allow_download", "model_arg")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Classifier:
         return set_padding_token(classifier(self.folder, self.config, state), self.transform)
 
 
-def open_model(place: str, asked: ModelRequest) -> Classifier:
+def open_model(place: str, asked: ModelRequest) -> Classifier | LanguageModel:
     """Open the classifier in a folder, or of a name on the Hugging Face Hub if downloads are allowed.
 
     Raises:
@@ -77,6 +81,13 @@ def open_model(place: str, asked: ModelRequest) -> Classifier:
             hint = sharded.hint
         raise MissingInput(f"no {CONFIG} in {quote_name(folder, limit=300)}", path=folder / CONFIG, hint=hint)
     config = read_object(folder / CONFIG)
+    if is_causal(architecture_of(config)):
+        return _open_language_model(folder, config, asked)
+    if asked.arguments:
+        raise UsageError(
+            f"\0model_arg\0: only language models take arguments; {quote_name(folder, limit=300)} is "
+            f"{quote_name(architecture_of(config) or 'of no known architecture')}"
+        )
     kind = kind_of(config, folder)
     return Classifier(
         folder,
@@ -86,3 +97,43 @@ def open_model(place: str, asked: ModelRequest) -> Classifier:
         files=(folder / CONFIG, *weight_files(folder), *find_files_like(folder, input_patterns(kind))),
         task=task_of(config),
     )
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal language model that answers closed questions."""
+
+    folder: Path
+    config: Mapping[str, Any] = field(repr=False)
+    transform: Prompts
+    files: tuple[Path, ...]
+    task: str | None = "multiclass"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Return the answers."""
+        return self.transform.question.answers
+
+    def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
+        """Build the network from prompts to the answers' logits, with the folder's weights or those of `state`."""
+        from bnncli.models.answers import answer_network
+        from bnncli.models.huggingface import classifier  # imports torch
+
+        return answer_network(classifier(self.folder, self.config, state), self.transform)
+
+
+def _open_language_model(folder: Path, config: Mapping[str, Any], asked: ModelRequest) -> LanguageModel:
+    where = quote_name(folder, limit=300)
+    if not asked.arguments:
+        raise DataError(
+            f"{where}: a language model is a classifier only of given answers", code="not_a_classifier", path=folder / CONFIG,
+            hint="name them: \0model_arg\0 answers=A,B,C,D",
+        )  # fmt: skip
+    question = Question.parse(asked.arguments)
+    check_plain(config, folder)
+    texts = text_inputs(folder, config)
+    if texts is None:
+        raise MissingInput(f"{where} has no tokenizer, which prompts and answers need", path=folder)
+    prompts = Prompts(texts.folder, texts.digest, texts.max_length, question=question)
+    files = (folder / CONFIG, *weight_files(folder), *find_files_like(folder, input_patterns("Sequence")))
+    return LanguageModel(folder, config, prompts, files)
