@@ -249,6 +249,7 @@ _OFFSET_TYPES = {
     "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
     "xlm-roberta-xl", "xmod",
 }  # fmt: skip
+_COUNTS_PADDING = {"gpt2", "gpt_neo", "openai-gpt"}  # positions, also those of padding on the left
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
@@ -259,6 +260,9 @@ class Texts:
     never).
 
     Without a padding token, the network sees each text by itself.
+
+    Attributes:
+        is_right_padded: pad on the right although the tokenizer pads on the left.
     """
 
     folder: str
@@ -266,6 +270,7 @@ class Texts:
     max_length: int | None
     takes: str = "texts"
     mode: str = ""
+    is_right_padded: bool = False
 
     def __call__(self, items: Sequence[Any]) -> TransformedInputs:
         """Return token ids and related inputs, (n, length) int64 by name, and the number of truncated texts."""
@@ -275,7 +280,8 @@ class Texts:
             texts = [first for first, _ in items], [second for _, second in items]
         cut = {"truncation": True, "max_length": self.max_length} if self.max_length is not None else {}
         has_padding = tokenizer.pad_token_id is not None
-        found = tokenizer(*texts, padding=has_padding, **cut)
+        side = {"padding_side": "right"} if self.is_right_padded else {}
+        found = tokenizer(*texts, padding=has_padding, **cut, **side)
         lengths = None if has_padding else tuple(map(len, found["input_ids"]))
         inputs = {
             name: np.asarray(rows, np.int64)
@@ -299,7 +305,8 @@ class Texts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the digest of the tokenizer's files, and the truncation length."""
-        return {"tokenizer": self.digest, "max_length": self.max_length}
+        found = {"tokenizer": self.digest, "max_length": self.max_length}
+        return {**found, "padding_side": "right"} if self.is_right_padded else found
 
 
 @dataclass(frozen=True)
@@ -438,7 +445,8 @@ def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
     own = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     limits = [own.get("model_max_length"), _positions(config)]
     lengths = [int(limit) for limit in limits if isinstance(limit, int | float) and 0 < limit < _LARGEST]
-    return Texts(str(folder.absolute()), _digest(files), min(lengths, default=None))
+    is_left = own.get("padding_side") == "left" and config.get("model_type") in _COUNTS_PADDING
+    return Texts(str(folder.absolute()), _digest(files), min(lengths, default=None), is_right_padded=is_left)
 
 
 def image_inputs(folder: Path, config: Mapping[str, Any]) -> Images | None:

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from problems.command_line import Cli
 from problems.hf_folders import (
+    DECODERS,
     IMAGE_MODELS,
     LABELS,
     TEXT_MODELS,
@@ -266,6 +267,22 @@ def test_decoders_without_a_token_for_padding_classify_each_text_as_if_it_were_a
     assert (
         has_padding or "it processes each example without its padding; only its last layer is supported" in whole.stderr
     )
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_changes_nothing_of_a_decoder(kind: str, side: str, tmp_path: Path) -> None:
+    folder = decoder_folder(tmp_path / "model", has_padding=True, kind=kind, side=side)
+    opened = open_model(f"hf:{folder}", ModelRequest())
+    assert opened.transform is not None
+    whole, apart = opened.transform(TEXTS), [opened.transform([text]) for text in TEXTS]
+    network = opened.build(None)
+
+    def logits(found: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return network(**{name: torch.from_numpy(value) for name, value in found.inputs.items()}).logits
+
+    torch.testing.assert_close(logits(whole), torch.cat([logits(one) for one in apart]), atol=1e-5, rtol=0)
 
 
 def test_a_processor_that_is_code_of_the_folder_is_not_run(tmp_path: Path) -> None:

@@ -102,15 +102,22 @@ def text_folder(folder: Path, kind: str = "Bert", *, shards: bool = False, **con
     return folder
 
 
-def decoder_folder(folder: Path, *, has_padding: bool) -> Path:
+LLAMA = {**BERT, "num_key_value_heads": 1, "max_position_embeddings": 16, "head_dim": 8}
+DECODERS = {"GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}} | dict.fromkeys(
+    ("Llama", "Mistral", "Gemma", "Qwen2"), LLAMA
+)
+
+
+def decoder_folder(folder: Path, *, has_padding: bool, kind: str = "GPT2", side: str = "right") -> Path:
     """A decoder that classifies texts, whose configuration names no token for padding, nor its tokenizer where that is asked for."""
     torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 20}
-    network = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**SMALL, **sizes)).eval()
+    made = getattr(transformers, f"{kind}ForSequenceClassification")
+    settings = {**SMALL, **DECODERS[kind], "vocab_size": 20, "pad_token_id": None}
+    network = made(made.config_class(**settings)).eval()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     network.save_pretrained(folder)
-    own = tokenizer("Bert", model_max_length=12)
+    own = tokenizer("Bert", model_max_length=12, padding_side=side)
     if not has_padding:
         own.pad_token = None
     own.save_pretrained(folder)
