@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli.data.transform import TransformedInputs
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.lazy import torch
-from bnncli.models.huggingface import Texts, load_tokenizer
+from bnncli.models.huggingface import Texts, load_tokenizer, text_inputs
 from bnncli.names import quote_name
 
 if TYPE_CHECKING:
@@ -189,6 +189,28 @@ class Prompts(Texts):
             "template": self.question.template,
         }
         return {**super().to_json(), **own}
+
+
+def read_prompts(folders: Sequence[Path], config: Mapping[str, Any], arguments: Mapping[str, str]) -> Prompts:
+    """Return the prompts that a language model's arguments describe, with the tokenizer of the first folder that has one.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        DataError: there are no arguments. UsageError: they are malformed. MissingInput: there is no tokenizer.
+    """
+    where = quote_name(folders[0], limit=300)
+    if not arguments:
+        raise DataError(
+            f"{where}: a language model is a classifier only of given answers", code="not_a_classifier", path=folders[0],
+            hint="name them: \0model_arg\0 answers=A,B,C,D",
+        )  # fmt: skip
+    question = Question.parse(arguments)
+    for folder in folders:
+        if (texts := text_inputs(folder, config)) is not None:
+            return Prompts(texts.folder, texts.digest, texts.max_length, question=question)
+    raise MissingInput(f"{where} has no tokenizer, which prompts and answers need", path=folders[0])
 
 
 def answer_network(network: Any, prompts: Prompts) -> nn.Module:

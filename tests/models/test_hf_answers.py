@@ -209,3 +209,43 @@ def test_a_language_model_is_identified(tmp_path: Path, cli: Cli) -> None:
     folder = model_folder(tmp_path / "model", "LlamaForCausalLM")
     said = cli("inspect", folder).expect(0).stdout
     assert "--model-arg answers=A,B,C,D" in said
+
+
+def adapter_folder(folder: Path, base: Path) -> Path:
+    """A LoRA adapter with random weights for a language model, saved."""
+    peft = library("peft")
+    network = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(network, settings)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_an_adapter_of_a_language_model_is_merged_or_apart(tmp_path: Path, cli: Cli) -> None:
+    peft = library("peft")
+    base = model_folder(tmp_path / "base", "LlamaForCausalLM")
+    folder, data = adapter_folder(tmp_path / "adapter", base), questions(tmp_path / "questions.jsonl")
+    own = transformers.AutoTokenizer.from_pretrained(base)
+    ids = own.convert_tokens_to_ids(ANSWERS.split(","))
+    network = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    rows = [[2, *own(text, add_special_tokens=False)["input_ids"]] for text in TEXTS]
+    with torch.no_grad():
+        expected = torch.stack([network(input_ids=torch.tensor([row])).logits[0, -1, ids] for row in rows])
+    opened: Any = open_model(f"peft:{folder}", ModelRequest({"answers": ANSWERS}, base_model=str(base)))
+    inputs = {name: torch.from_numpy(value) for name, value in opened.transform(TEXTS).inputs.items()}
+    for made in (opened.build(None), opened.build_apart()):
+        with torch.no_grad():
+            torch.testing.assert_close(made(**inputs), expected, atol=1e-4, rtol=0)
+    run, words = (
+        tmp_path / "run",
+        ("--model", f"peft:{folder}", "--base-model", base, "--model-arg", f"answers={ANSWERS}"),
+    )
+    splits = [w for s in ("train", "val", "test") for w in ("--data", f"{s}=jsonl:{data}:text=prompt,label=answer")]
+    cli("extract-features", run, *words, *splits).expect(0)
+    cli(
+        "fit-laplace", run, "--layers", "*lora_*", "--structure", "kron", "--prior-precision", 1, "--name", "lora"
+    ).expect(0)
+    cli("predict", run, "--posterior", "lora", "--split", "test").expect(0)

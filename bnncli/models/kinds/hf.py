@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.errors import MissingInput, UsageError
 from bnncli.models import ModelRequest
-from bnncli.models.answers import Prompts, Question, is_causal
+from bnncli.models.answers import Prompts, is_causal, read_prompts
 from bnncli.models.huggingface import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -25,7 +25,6 @@ from bnncli.models.huggingface import (
     inputs_of,
     kind_of,
     task_of,
-    text_inputs,
     weight_files,
 )
 from bnncli.models.output_folders import choose_checkpoint
@@ -123,17 +122,7 @@ class LanguageModel:
 
 
 def _open_language_model(folder: Path, config: Mapping[str, Any], asked: ModelRequest) -> LanguageModel:
-    where = quote_name(folder, limit=300)
-    if not asked.arguments:
-        raise DataError(
-            f"{where}: a language model is a classifier only of given answers", code="not_a_classifier", path=folder / CONFIG,
-            hint="name them: \0model_arg\0 answers=A,B,C,D",
-        )  # fmt: skip
-    question = Question.parse(asked.arguments)
     check_plain(config, folder)
-    texts = text_inputs(folder, config)
-    if texts is None:
-        raise MissingInput(f"{where} has no tokenizer, which prompts and answers need", path=folder)
-    prompts = Prompts(texts.folder, texts.digest, texts.max_length, question=question)
+    prompts = read_prompts((folder,), config, asked.arguments)
     files = (folder / CONFIG, *weight_files(folder), *find_files_like(folder, input_patterns("Sequence")))
     return LanguageModel(folder, config, prompts, files)

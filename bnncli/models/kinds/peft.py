@@ -1,4 +1,4 @@
-"""`peft:DIR`: a peft adapter, merged into the classifier it was trained on."""
+"""`peft:DIR`: a peft adapter, merged into the classifier or language model it was trained on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors import safe_open
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.lazy import torch
 from bnncli.models import ModelRequest
+from bnncli.models.answers import Prompts, is_causal, read_prompts
 from bnncli.models.huggingface import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -38,7 +39,7 @@ from bnncli.models.huggingface import (
     task_of,
     weight_files,
 )
-from bnncli.models.libraries import require
+from bnncli.models.libraries import library_attribute, require
 from bnncli.names import format_names, quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
@@ -87,6 +88,19 @@ def build_adapted(
         may_have=lambda name: classifier_input_kind(architecture) is None,
     )
     return prepare_network(_apply_adapter(network, folder, is_merged=is_merged))
+
+
+def build_adapted_language_model(folder: Path, prompts: Prompts, base: Path, *, is_merged: bool = True) -> nn.Module:
+    """Build a language model with an adapter, as a classifier of the prompts' answers; otherwise as `build_adapted`."""
+    from bnncli.models.answers import answer_network
+
+    name = str(architecture_of(read_object(base / CONFIG)))
+    made = library_attribute(require("transformers", extra="hf"), name, extra="hf")
+    if made is None:
+        raise DataError(f"{quote_name(base, limit=300)}: transformers has no {name}", path=base / CONFIG)
+    network, info = load(made, base, load_config(base), load_pickled_state(base))
+    check_filled(info, what=f"the base model does not match {name}", folder=base)
+    return answer_network(prepare_network(_apply_adapter(network, folder, is_merged=is_merged)), prompts)
 
 
 def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -153,7 +167,7 @@ def _apply_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.M
 
 FORM = Form("peft:DIR", 20, "A PEFT adapter, merged into its base model.")
 EXTRA: str | None = "peft"
-TAKES: tuple[str, ...] = ("base_model", "allow_download")
+TAKES: tuple[str, ...] = ("base_model", "allow_download", "model_arg")
 
 _ADAPTER, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _CHOOSERS = {"XLORA": "selects adapters from other folders for each input"}  # which would be downloaded
@@ -183,12 +197,7 @@ class AdaptedClassifier:
         from bnncli.models.huggingface import set_padding_token  # imports torch
 
         if state is not None:
-            raise UsageError(
-                "\0model\0 peft:DIR has its own weights (adapter and base model), but the checkpoint is a "
-                "different file",
-                hint="give the adapter's folder as the checkpoint; if you only need a name for the run, any name "
-                "will do",
-            )
+            raise _other_weights_error()
         return set_padding_token(
             build_adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform
         )
@@ -201,8 +210,41 @@ class AdaptedClassifier:
         return set_padding_token(apart, self.transform)
 
 
-def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier:
-    """Open the classifier of an adapter's folder and its base folder.
+@dataclass(frozen=True)
+class AdaptedLanguageModel:
+    """A language model with an adapter that answers closed questions."""
+
+    folder: Path
+    base: Path
+    transform: Prompts
+    files: tuple[Path, ...]
+    task: str | None = "multiclass"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Return the answers."""
+        return self.transform.question.answers
+
+    def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
+        """Build the network with the adapter merged. Raises UsageError for other weights."""
+        if state is not None:
+            raise _other_weights_error()
+        return build_adapted_language_model(self.folder, self.transform, self.base)
+
+    def build_apart(self) -> nn.Module:
+        """Build the same network with separate adapter parameters."""
+        return build_adapted_language_model(self.folder, self.transform, self.base, is_merged=False)
+
+
+def _other_weights_error() -> UsageError:
+    return UsageError(
+        "\0model\0 peft:DIR has its own weights (adapter and base model), but the checkpoint is a different file",
+        hint="give the adapter's folder as the checkpoint; if you only need a name for the run, any name will do",
+    )
+
+
+def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier | AdaptedLanguageModel:
+    """Open the classifier or language model of an adapter's folder and its base folder.
 
     Raises:
         MissingInput: a folder or file is missing.
@@ -220,6 +262,13 @@ def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier:
     base = _base_of(adapter, folder, asked)
     config = read_object(base / CONFIG)
     check_plain(config, base)
+    if is_causal(architecture_of(config)) and adapter.get("task_type") in ("CAUSAL_LM", None):
+        prompts = read_prompts((folder, base), config, asked.arguments)
+        own = (folder / ADAPTER_CONFIG, weights, base / CONFIG, *weight_files(base))
+        tokenizer = find_files_like(Path(prompts.folder), input_patterns("Sequence"))
+        return AdaptedLanguageModel(folder, base, prompts, files=(*own, *tokenizer))
+    if asked.arguments:
+        raise UsageError("\0model_arg\0: only adapters of language models take arguments")
     kind = _kind(adapter, config, folder)
     if kind == "Sequence" and any(feature_extractor(one) is not None for one in (folder, base)):
         kind = "Audio"  # many audio models are named after sequences
