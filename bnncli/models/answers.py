@@ -267,8 +267,8 @@ def _closed_question(network: Any, output: nn.Linear, ids: Sequence[int]) -> Any
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             """Return logits (n, K) at each prompt's last token; padding is on the right."""
             hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-            last = attention_mask.sum(dim=1) - 1
-            found: Tensor = self.head(hidden[torch.arange(len(hidden), device=hidden.device), last])
+            last = (attention_mask.sum(dim=1, keepdim=True).unsqueeze(2) - 1).clamp_min(0)  # (n, 1, 1)
+            found: Tensor = self.head(hidden.gather(1, last.expand(-1, 1, hidden.shape[2])).squeeze(1))
             return found
 
     return ClosedQuestion()
