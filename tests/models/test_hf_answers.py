@@ -112,6 +112,8 @@ def test_the_pipeline_runs_on_a_language_model_and_on_new_questions(tmp_path: Pa
     table = np.load(tmp_path / "t.npz")
     assert table["probabilities"].shape == (20, 3)
     assert table["classes"].tolist() == ANSWERS.split(",")
+    exported = ("--posterior", "laplace", "--integrator", "probit", "--format", "pt2")
+    assert "input_ids" in cli("export", run, *exported).expect(0).stderr
     cli(
         "fit-laplace", run, "--layers", "*norm*", "--prior-precision", 1, "--structure", "diag", "--name", "norms"
     ).expect(0)
