@@ -387,6 +387,8 @@ LINES = (
     Line("calibrate sure --sets raps --coverage 0.8 --risk 0.3 --false-alarm 0.1 --shift-level 0.05 --json", SOLVED),
     Line("calibrate sure --sets lac --class-conditional --coverage 0.7 --name by-class", SOLVED),
     Line("calibrate sure --risk 0.05"),
+    Line("calibrate sure --recall 0.7 --precision 0.6 --class 1 --confidence 0.8", SOLVED),
+    Line("calibrate sure --recall 0.7"),
     Line("calibrate sure --sets lac --coverage 0.99 --name fine"),
     Line("calibrate sure --sets lac --split val"),
     Line("calibrate sure"),

@@ -301,7 +301,7 @@ def test_an_installed_score_that_collides_is_refused(
 OF_TABLES = ("density", "true_positive_rate", "false_positive_rate")  # of evaluate's further tables
 OF_RULES = (
     "set_coverage", "worst_class_coverage", "set_size", "empty_sets", "singleton_sets", "acceptance", "selective_risk",
-    "false_alarm_rate", "detection_rate", "shift_p",
+    "false_alarm_rate", "detection_rate", "shift_p", "flagged", "flag_precision", "flag_recall",
 )  # fmt: skip
 
 

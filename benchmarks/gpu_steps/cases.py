@@ -110,7 +110,7 @@ def _extract_images() -> str:
     return f"extract-features FOLDER/run --model lenet5 {data} --ood mnist=npz:{fixture_path('mnist.npz')}@300"
 
 
-_RULES = "--sets lac --coverage 0.8 --false-alarm 0.1 --shift-level 0.01"
+_RULES = "--sets lac --coverage 0.8 --recall 0.6 --class 1 --false-alarm 0.1 --shift-level 0.01"
 EXTRACT_ARRAYS = "extract-features FOLDER/run --from-npz FOLDER/arrays.npz --ood far"
 
 

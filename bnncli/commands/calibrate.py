@@ -19,7 +19,9 @@ from bnncli.evaluation.decisions import (
     KINDS,
     LAC,
     OOD,
+    PRECISION,
     RAPS,
+    RECALL,
     RISK,
     SCHEMES,
     SETS,
@@ -31,6 +33,8 @@ from bnncli.evaluation.decisions import (
     choose_regularisation,
     fit_acceptance,
     fit_outliers,
+    fit_precision,
+    fit_recall,
     fit_thresholds,
     min_accepted,
     min_scores_for_coverage,
@@ -40,8 +44,8 @@ from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.names import percent
 from bnncli.numerics.random import stream_seed
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
-from bnncli.options.declaration import CheckedOptions, check_split_name, option
-from bnncli.options.shared import check_variant
+from bnncli.options.declaration import CheckedOptions, check_split_name, flag_of, option
+from bnncli.options.shared import check_variant, find_class
 from bnncli.session import revisions as _revisions
 from bnncli.session.decisions import find_calibration_predictions, maker_of, scores_of
 from bnncli.session.predictions import PredictionGroup
@@ -50,7 +54,9 @@ from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import PredictedSplit
 from bnncli.session.splits import fresh_split, require_unused
 
-DEFAULT_CONFIDENCE = 0.95  # that the risk is below its bound
+DEFAULT_CONFIDENCE = 0.95  # that the risk is below its bound, or the precision or recall above it
+OF_LABELS = (SETS, RISK, PRECISION, RECALL)  # rules that need labels of mutually exclusive classes
+RULE_OPTIONS = ("sets", "risk", "precision", "recall", "false_alarm", "shift_level")  # each asks for one rule
 TUNING_SHARE = 0.2  # of the calibration examples, to tune the regularisation of raps
 
 
@@ -129,42 +135,63 @@ class CalibrateOptions(CheckedOptions):
         "Accept predictions so that at most this share of the accepted ones is wrong.",
         minimum=0,
         maximum=1,
-        group="Acceptance, outliers and shift",
+        group="Acceptance, one class, outliers and shift",
+    )
+    precision: float | None = option(
+        None,
+        "Flag examples of one class so that at least this share of the flagged ones is of the class.",
+        minimum=0,
+        maximum=1,
+        group="Acceptance, one class, outliers and shift",
+    )
+    recall: float | None = option(
+        None,
+        "Flag examples of one class so that at least this share of the class is flagged.",
+        minimum=0,
+        maximum=1,
+        group="Acceptance, one class, outliers and shift",
+    )
+    class_: str | None = option(
+        None,
+        "Class of \0precision\0 and \0recall\0, by name or index. Default: the second of two classes.",
+        metavar="NAME",
+        numeric=False,
+        group="Acceptance, one class, outliers and shift",
     )
     false_alarm: float | None = option(
         None,
         "Flag at most this share of in-distribution examples as out-of-distribution.",
         minimum=0,
         maximum=1,
-        group="Acceptance, outliers and shift",
+        group="Acceptance, one class, outliers and shift",
     )
     shift_level: float | None = option(
         None,
         "Raise a shift alarm for at most this share of batches that have not shifted.",
         minimum=0,
         maximum=1,
-        group="Acceptance, outliers and shift",
+        group="Acceptance, one class, outliers and shift",
     )
     confidence: float | None = option(
         None,
         f"Confidence that the guarantee holds for this calibration split. Default: {DEFAULT_CONFIDENCE} for "
-        "\0risk\0; other rules hold on average over calibration splits.",
+        "\0risk\0, \0precision\0 and \0recall\0; other rules hold on average over calibration splits.",
         minimum=0,
         maximum=1,
-        group="Acceptance, outliers and shift",
+        group="Acceptance, one class, outliers and shift",
     )
     score: str | None = option(
         None,
         "Score for \0false_alarm\0 and \0shift_level\0. Default: combined, else mutual_info or max_prob.",
         choices=_list_scores,
-        group="Acceptance, outliers and shift",
+        group="Acceptance, one class, outliers and shift",
         is_rare=True,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_split_name(self.split, "\0split\0")
-        for name in ("coverage", "risk", "false_alarm", "shift_level", "confidence"):
+        for name in ("coverage", "risk", "precision", "recall", "false_alarm", "shift_level", "confidence"):
             if getattr(self, name) in (0, 1):
                 raise UsageError(f"\0{name}\0: expected a number between 0 and 1; got {getattr(self, name):g}")
 
@@ -172,7 +199,8 @@ class CalibrateOptions(CheckedOptions):
         """Raise UsageError where no rule is requested, or an option lacks the one it belongs to."""
         if not self.kinds:
             raise UsageError(
-                "nothing to calibrate: expected \0sets\0, \0risk\0, \0false_alarm\0 or \0shift_level\0",
+                "nothing to calibrate: expected \0sets\0, \0risk\0, \0precision\0, \0recall\0, \0false_alarm\0 or "
+                "\0shift_level\0",
                 hint="add \0sets\0 lac \0coverage\0 0.9",
             )
         of_sets = {name: getattr(self, name) for name in ("class_conditional", "nonempty", "nonrandomized")}
@@ -182,6 +210,8 @@ class CalibrateOptions(CheckedOptions):
                 raise UsageError(
                     f"\0{name}\0 applies to prediction sets: add \0sets\0 {RAPS if name in of_raps else 'aps'}"
                 )
+        if self.class_ is not None and self.precision is None and self.recall is None:
+            raise UsageError("\0class_\0 applies to one class: add \0precision\0 or \0recall\0")
         if self.nonrandomized and self.sets == LAC:
             raise UsageError("\0nonrandomized\0 applies to \0sets\0 aps and raps; lac is not randomised")
         given = [name for name, value in of_raps.items() if value is not None]
@@ -193,7 +223,10 @@ class CalibrateOptions(CheckedOptions):
     @property
     def kinds(self) -> list[str]:
         """Return the requested rules, of KINDS."""
-        asked = {SETS: self.sets, RISK: self.risk, OOD: self.false_alarm, SHIFT: self.shift_level}
+        asked = {
+            SETS: self.sets, RISK: self.risk, PRECISION: self.precision, RECALL: self.recall,
+            OOD: self.false_alarm, SHIFT: self.shift_level,
+        }  # fmt: skip
         return [kind for kind in KINDS if asked[kind] is not None]
 
     @property
@@ -218,22 +251,26 @@ class CalibrateOptions(CheckedOptions):
             }
         if kind == RISK:
             return {"risk": self.risk, "confidence": self.confidence or DEFAULT_CONFIDENCE}
+        if kind in (PRECISION, RECALL):
+            level = self.precision if kind == PRECISION else self.recall
+            return {kind: level, "class": self.class_, "confidence": self.confidence or DEFAULT_CONFIDENCE}
         if kind == OOD:
             return {"false_alarm": self.false_alarm, "confidence": self.confidence, "score": self.score}
         return {"shift_level": self.shift_level, "score": self.score}
 
 
 COMMAND = Command(
-    "Calibrate decisions with guarantees: prediction sets, acceptance, outliers, shift.",
+    "Calibrate decisions with guarantees: prediction sets, acceptance, precision, recall, outliers, shift.",
     "Needs predictions on a split that was not used for fitting or model selection, such as one set aside with "
     "extract-features --hold-out calib=test:2000. predict adds the decisions to its table; evaluate reports how "
-    "they perform. Exits 3 if no threshold meets --risk. Writes "
+    "they perform. Exits 3 if no threshold meets --risk or --precision. Writes "
     "decisions/<posterior>.<integrator>/<rule>.safetensors.",
     (CalibrateOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli calibrate ckpt.pt --sets lac --coverage 0.9",
         "bnncli calibrate ckpt.pt --posterior laplace --risk 0.02 --confidence 0.95 --false-alarm 0.05 --shift-level 0.01",
         "bnncli calibrate ckpt.pt --sets raps --class-conditional --name by-class",
+        "bnncli calibrate ckpt.pt --recall 0.95 --class fraud",
     ),
     section="Use",
     place=20,
@@ -249,7 +286,7 @@ def execute(run: Run, options: CalibrateOptions) -> Result:
             "--out FILE holds one rule of one posterior: ask for one rule and give --posterior and --integrator"
         )
     if len(options.kinds) > 1 and run.naming.name is not None:
-        raise UsageError("--name names one rule: give only one of --sets, --risk, --false-alarm, --shift-level")
+        raise UsageError(f"--name names one rule: give only one of {', '.join(flag_of(name) for name in RULE_OPTIONS)}")
     run.require_device()
     total = Result()
     rules: list[dict[str, Any]] = []
@@ -277,13 +314,15 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
             f"split 'val' cannot calibrate {group.name} with the {DEFAULT_SCORE} score, which uses ranks within val"
         )
         raise DataError(message, code="split_was_used", hint=fresh_split(run, options.split), path=header.path)
+    if kind in (PRECISION, RECALL):
+        options = replace(options, class_=_choose_class(options.class_, PredictedSplit(header).file.classes))
     settings = options.settings(kind, run.compute.seed)
     named = run.folder.decision(group.name, run.naming.name or kind)
     target = Path(run.naming.out) if run.naming.out else named
     source = Source(f"predictions.{options.split}", header.path, header.content_digest)
     checkpoint = header.provenance.get("checkpoint")
-    if kind in (SETS, RISK) and not header.meta.get("is_labeled"):
-        message = f"split {options.split!r} has no labels; sets and risk need them"
+    if kind in OF_LABELS and not header.meta.get("is_labeled"):
+        message = f"split {options.split!r} has no labels; {kind} needs them"
         raise DataError(message, code="no_labels", path=header.path)
     request = Request(
         target,
@@ -331,13 +370,15 @@ def fit_rule(
         DataError: too few examples for the level, several labels per example, or an unknown score.
     """
     split = PredictedSplit(header)
-    if kind in (SETS, RISK) and not split.file.is_exclusive:
-        message = "this run is multilabel; sets and accepted predictions need mutually exclusive classes"
+    if kind in OF_LABELS and not split.file.is_exclusive:
+        message = "this run is multilabel; sets, acceptance, precision and recall need mutually exclusive classes"
         raise DataError(message, code="several_labels", path=header.path)
     if kind == SETS:
         rule, metrics = _fit_sets(split, settings, is_tuned=is_tuned)
     elif kind == RISK:
         rule, metrics = _fit_acceptance(split, settings)
+    elif kind in (PRECISION, RECALL):
+        rule, metrics = _fit_class(split, kind, settings)
     elif kind == OOD:
         rule, metrics = _fit_outliers(split, settings)
     else:
@@ -421,6 +462,37 @@ def _fit_acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     }
 
 
+def _choose_class(given: str | None, classes: list[str]) -> str:
+    """Return the name of the class of a precision or recall rule."""
+    if given is not None:
+        return classes[find_class(given, classes, f"\0class_\0 {given}")]
+    if len(classes) != 2:
+        raise UsageError(
+            f"\0class_\0: expected one of the {len(classes)} classes, which \0precision\0 and \0recall\0 need"
+        )
+    return classes[1]
+
+
+def _fit_class(split: PredictedSplit, kind: str, settings: Mapping[str, Any]) -> Fit:
+    level, name, certainty = settings[kind], settings["class"], settings["confidence"]
+    of_class, labels = list(split.file.classes).index(name), split.examples.labels
+    assert labels is not None
+    probability, is_positive = split.file.probs[:, of_class], labels == of_class
+    if kind == PRECISION:
+        _require(split, len(labels), min_accepted(1 - level, certainty), what=f"a precision of {level:g}")
+        rule = fit_precision(probability, is_positive, level, certainty, of_class=of_class)
+    else:
+        least = min_scores_for_coverage(level, certainty)
+        _require(split, int(is_positive.sum()), least, what=f"a recall of {level:g}", of=f"examples of {name}")
+        rule = fit_recall(probability, is_positive, level, certainty, of_class=of_class)
+    return rule, {
+        "threshold": rule.threshold,
+        "num_flagged": rule.num_flagged,
+        "num_right": rule.num_right,
+        "num_positive": rule.num_positive,
+    }
+
+
 def _fit_outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     scores, rate, certainty = scores_of(split, settings["score"]), settings["false_alarm"], settings["confidence"]
     _require(split, len(scores), min_scores_for_rate(rate, certainty), what=f"a false-alarm rate of {rate:g}")
@@ -428,11 +500,11 @@ def _fit_outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     return rule, {"threshold": rule.threshold}
 
 
-def _require(split: PredictedSplit, count: int, least: int, *, what: str) -> None:
+def _require(split: PredictedSplit, count: int, least: int, *, what: str, of: str = "examples") -> None:
     """Raise DataError where there are fewer examples than required."""
     if count < least:
         raise DataError(
-            f"split {split.name!r} has {count} examples to calibrate on; {what} needs at least {least}",
+            f"split {split.name!r} has {count} {of} to calibrate on; {what} needs at least {least}",
             code="too_few",
             hint="calibrate on a larger split",
             path=split.header.path,
@@ -481,6 +553,18 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
             f"{percent(settings['risk'], 'g')} are wrong, {often}; here {metrics['num_accepted']} of {count} are "
             f"accepted and {metrics['num_wrong']} of those are wrong ({wrong})"
         )
+    if kind in (PRECISION, RECALL):
+        name, level = settings["class"], percent(settings[kind], "g")
+        if metrics["threshold"] is None:
+            return f"no threshold gives a precision for {name} of at least {level} ({count} examples)"
+        promised = (
+            f"at least {level} of those are {name}" if kind == PRECISION else f"this flags at least {level} of {name}"
+        )
+        return (
+            f"flag examples with a probability of {name} of at least {metrics['threshold']:.6g}: {promised}, {often}; "
+            f"here {metrics['num_flagged']} of {count} are flagged, {metrics['num_right']} of those are {name}, of "
+            f"{metrics['num_positive']} in all"
+        )
     if kind == OOD:
         return (
             f"an example is out-of-distribution if its {settings['score']} score is below "
@@ -494,7 +578,14 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
 
 
 def _find_failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
-    """Return the failure where no threshold is shown to meet the risk, so that the rule accepts nothing."""
+    """Return the failure where no threshold is shown to meet the risk or precision, so that the rule accepts nothing."""
+    if kind == PRECISION and metrics["threshold"] is None:
+        return CheckFailed(
+            f"no threshold reaches the requested precision: at the best one, {metrics['num_right']} of "
+            f"{metrics['num_flagged']} flagged examples are right; the rule flags nothing",
+            code="no_threshold",
+            hint="use a smaller --precision, or calibrate on more examples of the class",
+        )
     if kind != RISK or metrics["most_doubt"] is not None:
         return None
     tried = (

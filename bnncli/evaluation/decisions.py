@@ -1,4 +1,4 @@
-"""Decision rules with guarantees: prediction sets, acceptance, outliers, shift; calibrated on examples that chose nothing else."""
+"""Decision rules with guarantees: prediction sets, acceptance, one class, outliers, shift; calibrated on examples that chose nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from bnncli.evaluation.statistics import NO_LABELS, Floats, ScoreForm, ScoreGroup, means, row_blocks
 from bnncli.lazy import np, special
@@ -276,7 +276,37 @@ def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certaint
     doubt = np.sort(1 - np.asarray(confidence, dtype=np.float64))
     wrong = np.sort(1 - np.asarray(confidence, dtype=np.float64)[~np.asarray(is_right, dtype=bool)])
     thresholds = doubts()
-    accepted, errors = (np.searchsorted(side, thresholds, side="right") for side in (doubt, wrong))
+    tested = _test_in_sequence(doubt, wrong, thresholds, risk, certainty)
+    return AcceptanceRule(
+        float(thresholds[tested.place]) if tested.is_passed else None,
+        tested.num_accepted,
+        tested.num_wrong,
+        tested.level,
+        tested.p_value,
+    )
+
+
+class _Tested(NamedTuple):
+    """The most lenient threshold that passed its test, or the one with the smallest p-value if none did."""
+
+    place: int
+    is_passed: bool
+    num_accepted: int
+    num_wrong: int
+    level: float
+    p_value: float
+
+
+def _test_in_sequence(
+    scores: NDArray, wrong: NDArray, thresholds: NDArray[np.float64], risk: float, certainty: float
+) -> _Tested:
+    """Test from strict to lenient whether at most `risk` of the scores up to each threshold are wrong; see fit_acceptance.
+
+    Args:
+        scores, wrong: (n,) and those of wrong examples, in ascending order.
+        thresholds: (121,), ascending.
+    """
+    accepted, errors = (np.searchsorted(side, thresholds, side="right") for side in (scores, wrong))
     p_values = np.where(accepted > 0, special.bdtr(errors, np.maximum(accepted, 1), risk), 1.0)
     share = (1 - certainty) / _NUM_SHARES
     level, best = 0.0, None
@@ -287,18 +317,84 @@ def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certaint
         else:
             level = 0.0
     place, level = best if best is not None else (int(np.argmin(p_values)), share)
-    return AcceptanceRule(
-        float(thresholds[place]) if best is not None else None,
-        int(accepted[place]),
-        int(errors[place]),
-        level,
-        float(p_values[place]),
-    )
+    return _Tested(place, best is not None, int(accepted[place]), int(errors[place]), level, float(p_values[place]))
 
 
 def min_accepted(risk: float, certainty: float) -> int:
     """Return the smallest number of accepted predictions, all of them right, that can show the risk."""
     return math.ceil(math.log((1 - certainty) / _NUM_SHARES) / math.log1p(-risk))
+
+
+@dataclass(frozen=True)
+class ClassRule:
+    """Flag the examples whose probability of one class is at least a threshold.
+
+    Args:
+        of_class: index of the class.
+        threshold: None flags nothing, for lack of evidence.
+        num_flagged, num_right, num_positive: on the calibration examples, those flagged (if no threshold passed, by
+            the one with the smallest p-value), those of them that are of the class, and all of the class.
+    """
+
+    of_class: int
+    threshold: float | None
+    num_flagged: int
+    num_right: int
+    num_positive: int
+
+    def flags(self, probs: NDArray) -> NDArray[np.bool_]:
+        """Return which examples are flagged, (n,), given probs (n, K)."""
+        if self.threshold is None:
+            return np.zeros(len(probs), dtype=bool)
+        found: NDArray[np.bool_] = np.asarray(probs[:, self.of_class], dtype=np.float64) >= self.threshold
+        return found
+
+
+@cache
+def class_thresholds() -> NDArray[np.float64]:
+    """Return thresholds on the probability of a class, from strict to lenient: equal steps of its logit, 9 to -9."""
+    found: NDArray[np.float64] = special.expit(np.linspace(9, -9, 121))
+    return found
+
+
+def fit_precision(
+    probability: NDArray, is_positive: NDArray, precision: float, certainty: float, *, of_class: int
+) -> ClassRule:
+    """Return the most lenient threshold whose flagged examples are shown to be of the class at least this often.
+
+    The tests are those of fit_acceptance, with a risk of 1 - precision and the thresholds of class_thresholds.
+
+    Args:
+        probability: (n,), of the class.
+        is_positive: (n,), whether the example is of the class.
+    """
+    values, is_positive = np.asarray(probability, dtype=np.float64), np.asarray(is_positive, dtype=bool)
+    thresholds = class_thresholds()
+    tested = _test_in_sequence(np.sort(-values), np.sort(-values[~is_positive]), -thresholds, 1 - precision, certainty)
+    threshold = float(thresholds[tested.place]) if tested.is_passed else None
+    right = tested.num_accepted - tested.num_wrong
+    return ClassRule(of_class, threshold, tested.num_accepted, right, int(is_positive.sum()))
+
+
+def fit_recall(
+    probability: NDArray, is_positive: NDArray, recall: float, certainty: float, *, of_class: int
+) -> ClassRule:
+    """Return the largest threshold that flags at least this share of the class, for `certainty` of calibration sets.
+
+    The threshold is an order statistic of the class's own examples, so the bound is exact (see excluding_rank).
+    Arguments are as in fit_precision.
+
+    Raises:
+        ValueError: there are too few examples of the class (see min_scores_for_coverage).
+    """
+    values, is_positive = np.asarray(probability, dtype=np.float64), np.asarray(is_positive, dtype=bool)
+    own = np.sort(values[is_positive])
+    rank = excluding_rank(len(own), float(1 - exact_level(recall)), certainty)
+    if rank is None:
+        raise ValueError(f"{len(own)} examples are too few for a recall of {recall}")
+    threshold = float(own[rank - 1])
+    flagged = values >= threshold
+    return ClassRule(of_class, threshold, int(flagged.sum()), int((flagged & is_positive).sum()), len(own))
 
 
 @dataclass(frozen=True)
@@ -405,9 +501,10 @@ def _stays_within(gap: int, n: int, m: int) -> float:
     return float(row[m - start] / math.exp(log_ending))
 
 
-Rule = SetRule | AcceptanceRule | OutlierRule | ShiftRule
+Rule = SetRule | AcceptanceRule | ClassRule | OutlierRule | ShiftRule
 _SCORE = ("scheme", "seed", "penalty", "free_ranks")
 _TESTED = ("num_accepted", "num_wrong", "level", "p_value")
+_COUNTED = ("of_class", "num_flagged", "num_right", "num_positive")
 
 
 def to_arrays(rule: Rule) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any]]:
@@ -418,6 +515,9 @@ def to_arrays(rule: Rule) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any
     if isinstance(rule, AcceptanceRule):
         found = [] if rule.most_doubt is None else [rule.most_doubt]
         return {"most_doubt": np.array(found, dtype=np.float64)}, {name: getattr(rule, name) for name in _TESTED}
+    if isinstance(rule, ClassRule):
+        found = [] if rule.threshold is None else [rule.threshold]
+        return {"threshold": np.array(found, dtype=np.float64)}, {name: getattr(rule, name) for name in _COUNTED}
     if isinstance(rule, OutlierRule):
         return {"threshold": np.array([rule.threshold], dtype=np.float64)}, {}
     return {"scores": rule.scores}, {"level": rule.level}
@@ -439,6 +539,12 @@ def from_arrays(kind: str, arrays: Mapping[str, NDArray[np.float64]], known: Map
         if len(found) > 1:
             raise ValueError(f"most_doubt: expected at most one number; got {len(found)}")
         return AcceptanceRule(found[0] if found else None, **{name: known[name] for name in _TESTED})
+    if kind in (PRECISION, RECALL):
+        found = [float(value) for value in arrays["threshold"]]
+        counts = {name: int(known[name]) for name in _COUNTED}
+        if len(found) > 1 or not 0 <= counts["of_class"] < size:
+            raise ValueError(f"expected at most one threshold, of a class below {size}")
+        return ClassRule(threshold=found[0] if found else None, **counts)
     if kind == OOD:
         return OutlierRule(float(arrays["threshold"].item()))
     if kind != SHIFT:
@@ -505,15 +611,36 @@ def acceptance_scores(accepted: NDArray, is_right: NDArray | None, choices: dict
     return [share, ScoreGroup([form], statistic)]
 
 
+def class_scores(flagged: NDArray, is_positive: NDArray | None, choices: dict[str, Any]) -> list[ScoreGroup]:
+    """Return the share of flagged examples (N,), the share of the class among them, and the share of the class flagged."""
+    share = means([ScoreForm("flagged", choices, None, bounds=_SHARE)], [flagged])
+    forms = [
+        ScoreForm("flag_precision", choices, True, bounds=_SHARE, when_nan="no examples are flagged"),
+        ScoreForm("flag_recall", choices, True, bounds=_SHARE, when_nan="no examples of the class"),
+    ]
+    if is_positive is None:
+        return [share, ScoreGroup(forms, None, NO_LABELS)]
+    columns = np.stack([flagged & is_positive, flagged, is_positive], axis=1).astype(np.float64)
+
+    def statistic(weights: NDArray) -> Floats:
+        totals = weights.astype(np.float64) @ columns
+        found: Floats = np.where(totals[:, 1:] > 0, totals[:, :1] / np.maximum(totals[:, 1:], 1), np.nan)
+        return found
+
+    return [share, ScoreGroup(forms, statistic)]
+
+
 def alarm_scores(is_outlier: NDArray, choices: dict[str, Any], *, is_ood: bool) -> list[ScoreGroup]:
     """Return the share of examples (N,) flagged as outliers: detection rate on an OOD split, false-alarm rate otherwise."""
     name = "detection_rate" if is_ood else "false_alarm_rate"
     return [means([ScoreForm(name, choices, is_ood, bounds=_SHARE)], [is_outlier])]
 
 
-SETS, RISK, OOD, SHIFT = KINDS = (
+SETS, RISK, PRECISION, RECALL, OOD, SHIFT = KINDS = (
     "sets",
     "risk",
+    "precision",
+    "recall",
     "ood",
     "shift",
 )  # kinds of rules, also the default names of rules

@@ -429,6 +429,7 @@ _TOP_K = ScoreOption(
 _OF_SETS = ("target", "scheme", "by_class", "confidence")
 _OF_OUTLIERS = ("target", "by", "confidence")
 _OF_ACCEPTANCE = ("target", "confidence")
+_OF_CLASS = ("target", "class", "confidence")
 _OF_HALVES = ("floor_undefined", "floor_n")
 
 # fmt: off
@@ -692,6 +693,21 @@ SCORES = {
         title="shift p", place=48, is_shown=True,
         definition="The p-value of a split against the calibration split of a rule of calibrate; small if the split has shifted.",
         told_by=("rule",), facts=("target", "by"), is_of_rule=True,
+    ),
+    "flagged": Score(
+        title="flagged", place=49, digits=3, is_shown=True,
+        definition="The share of examples that a precision or recall rule of calibrate flags as its class.",
+        told_by=("rule",), facts=_OF_CLASS, is_of_rule=True,
+    ),
+    "flag_precision": Score(
+        title="precision", place=50, digits=3, higher_is_better=True, is_shown=True,
+        definition="The share of examples of the class among those a rule of calibrate flags.",
+        told_by=("rule",), facts=_OF_CLASS, is_of_rule=True,
+    ),
+    "flag_recall": Score(
+        title="recall", place=51, digits=3, higher_is_better=True, is_shown=True,
+        definition="The share of the examples of a class that a rule of calibrate flags.",
+        told_by=("rule",), facts=_OF_CLASS, is_of_rule=True,
     ),
 }
 # fmt: on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,19 @@ def chosen_layers_option(group: str = "", *, is_recorded: bool = True, is_rare: 
         group=group,
         is_rare=is_rare,
     )
+
+
+def find_class(text: str, classes: Sequence[str], where: str) -> int:
+    """Return the index of a class that is given by name or index. Raises UsageError, which starts with `where`."""
+    if text in classes:
+        return list(classes).index(text)
+    if text.isdecimal() and int(text) < len(classes):
+        return int(text)
+    near = difflib.get_close_matches(text, classes, n=1)
+    known = (
+        f"did you mean {near[0]!r}?" if near else f"classes: {', '.join(classes[:20])}" + " ..." * (len(classes) > 20)
+    )
+    raise UsageError(f"{where}: no class {text!r}; {known}")
 
 
 @dataclass(frozen=True)

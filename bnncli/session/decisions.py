@@ -10,7 +10,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import DecisionFile, read_decision
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.evaluation.decisions import OOD, RISK, SETS, SHIFT
+from bnncli.evaluation.decisions import OOD, PRECISION, RECALL, RISK, SETS, SHIFT
 from bnncli.evaluation.statistics import ScoreGroup
 from bnncli.session.predictions import PredictionGroup, open_groups
 from bnncli.session.recommendation import open_recommendation
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 _NAMES: dict[str, tuple[str, ...]] = {
     SETS: ("set_coverage", "worst_class_coverage", "set_size", "empty_sets", "singleton_sets"),
     RISK: ("acceptance", "selective_risk"),
+    **dict.fromkeys((PRECISION, RECALL), ("flagged", "flag_precision", "flag_recall")),
     OOD: ("false_alarm_rate",),
     SHIFT: ("shift_p",),
 }
 _ASKED_BY: dict[str, dict[str, object]] = {
     SETS: {"sets": "lac"},
     RISK: {"risk": 0.02},
+    PRECISION: {"precision": 0.9},
+    RECALL: {"recall": 0.9},
     OOD: {"false_alarm": 0.05},
     SHIFT: {"shift_level": 0.05},
 }
@@ -146,12 +149,21 @@ def identify_rule(decision: DecisionFile) -> dict[str, Any]:
     found: dict[str, Any] = {"rule": decision.name, "target": settings[_TARGET[kind]]}
     if kind == SETS:
         found |= {"scheme": settings["sets"], "by_class": settings["class_conditional"]}
+    if kind in (PRECISION, RECALL):
+        found["class"] = settings["class"]
     if kind in (OOD, SHIFT):
         found["by"] = settings["score"]
     return found if kind == SHIFT else {**found, "confidence": settings["confidence"]}
 
 
-_TARGET = {SETS: "coverage", RISK: "risk", OOD: "false_alarm", SHIFT: "shift_level"}
+_TARGET = {
+    SETS: "coverage",
+    RISK: "risk",
+    PRECISION: "precision",
+    RECALL: "recall",
+    OOD: "false_alarm",
+    SHIFT: "shift_level",
+}
 
 
 class ScoredDecisions:
@@ -214,7 +226,7 @@ def _groups(
 ) -> list[ScoreGroup]:
     """Return the scores of a rule, except the shift alarm."""
     from bnncli.evaluation import decisions
-    from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
+    from bnncli.evaluation.decisions import AcceptanceRule, ClassRule, OutlierRule, SetRule
 
     rule, file = decision.rule, split.file
     if isinstance(rule, SetRule):
@@ -222,6 +234,10 @@ def _groups(
         return decisions.set_scores(rule, file.probs, split.examples.labels, uniform, choices)
     if isinstance(rule, AcceptanceRule):
         return decisions.acceptance_scores(rule.accepts(split.examples.confidence), split.examples.is_right, choices)
+    if isinstance(rule, ClassRule):
+        labels = split.examples.labels
+        is_positive = None if labels is None else labels == rule.of_class
+        return decisions.class_scores(rule.flags(file.probs), is_positive, choices)
     assert isinstance(rule, OutlierRule)
     is_outlier = rule.is_outlier(scores_of(split, choices["by"]))
     return decisions.alarm_scores(is_outlier, choices, is_ood=is_ood)

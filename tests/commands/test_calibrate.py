@@ -212,6 +212,49 @@ def test_a_risk_that_cannot_be_shown_accepts_nothing_and_exits_3(cli: Cli, run: 
         assert not columns["accept"].any()
 
 
+def test_precision_and_recall_of_a_class_are_in_the_table_and_the_scores(cli: Cli, run: Path) -> None:
+    asked = ("calibrate", run, "--class", "2")
+    cli(*asked, "--precision", 0.7, "--recall", 0.8, "--confidence", 0.9).expect(0, "flag examples with a probability")
+    cli(*asked, "--recall", 0.9, "--name", "wide").expect(0)
+    table = run.with_name("t.npz")
+    predict = ("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "test", "--table", table)
+    done = cli(*predict, "--json").expect(0)
+    scored = cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 0, "--json").json["rows"]
+    (row,) = [one for one in scored if one["split"] == "test"]
+    content = read_predictions(run.with_name("small.bnn") / "predictions" / "laplace.mc" / "test.h5")
+    assert content.labels is not None
+    is_positive = content.labels == 2
+    with np.load(table) as columns:
+        flags = {name: columns[f"{name}_flag"] == 1 for name in ("precision", "recall", "wide_recall")}
+    for (name, flagged), result in zip(flags.items(), done.json["decisions"], strict=True):
+        rule = name.removesuffix("_recall")
+        values = {m["name"]: m["value"] for m in row["metrics"] if m.get("rule") == rule and m["class"] == "2"}
+        assert result["flagged"] == values["flagged"] == pytest.approx(flagged.mean())
+        assert values["flag_precision"] == pytest.approx(is_positive[flagged].mean())
+        assert values["flag_recall"] == pytest.approx(flagged[is_positive].mean())
+    assert flags["recall"].sum() < flags["wide_recall"].sum()
+
+
+def test_the_class_of_two_is_the_second_and_a_precision_that_cannot_be_shown_exits_3(
+    cli: Cli, run: Path, tmp_path: Path
+) -> None:
+    cli("calibrate", run, "--recall", 0.8).expect(2, "--class: expected one of the 3 classes")
+    cli("calibrate", run, "--recall", 0.8, "--class", "four").expect(2, "--class four: no class 'four'")
+    cli("calibrate", run, "--recall", 0.98, "--class", "1").expect(65, "a recall of 0.98 needs at least 149")
+    for _ in range(2):  # fitted, and up to date
+        done = cli("calibrate", run, "--class", "0", "--precision", 0.97, "--json")
+        assert (done.code, done.json["error"]["code"]) == (3, "no_threshold")
+    with np.load(run.with_name("arrays.npz")) as file:
+        arrays = {name: values for name, values in file.items() if not name.endswith("far")}
+    for name in ("train", "val", "test"):
+        kept = arrays[f"labels_{name}"] < 2
+        arrays |= {f"{part}_{name}": arrays[f"{part}_{name}"][kept] for part in ("features", "labels")}
+    arrays |= {f"head_{part}": arrays[f"head_{part}"][:2] for part in ("weight", "bias")}
+    two = new_run(cli, tmp_path / "two", arrays, "--hold-out", "calib=test:100")
+    cli("predict", two).expect(0)
+    cli("calibrate", two, "--recall", 0.8).expect(0, "a probability of 1")
+
+
 def test_the_table_has_the_decisions(cli: Cli, run: Path) -> None:
     cli("calibrate", run, *ALL).expect(0)
     cli("calibrate", run, "--sets", "aps", "--name", "fine").expect(0)
@@ -298,6 +341,7 @@ def test_a_rule_is_stale_with_its_predictions(cli: Cli, run: Path) -> None:
     ("words", "message"),
     [
         ((), "nothing to calibrate"),
+        (("--class", "1", "--risk", "0.1"), "--class applies to one class: add --precision or --recall"),
         (("--class-conditional", "--risk", "0.1"), "--class-conditional applies to prediction sets: add --sets"),
         (("--sets", "lac", "--nonrandomized"), "lac is not randomised"),
         (("--sets", "aps", "--raps-rank", "2"), "--raps-rank applies to raps"),

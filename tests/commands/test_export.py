@@ -24,7 +24,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.commands.export import build as measures
-from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
+from bnncli.evaluation.decisions import AcceptanceRule, ClassRule, OutlierRule, SetRule
 from bnncli.export import steps
 
 TORCH = ("--format", "torch", "--head-only")
@@ -440,9 +440,10 @@ def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(cli: 
     asked = ("--posterior", "laplace", "--integrator", "probit")
     cli("predict", small_run, *asked).expect(0)
     rules = ("--sets", "lac", "--coverage", "0.8", "--false-alarm", "0.2", "--risk", "0.6", "--confidence", "0.8")
+    rules = (*rules, "--recall", "0.5", "--class", "1")
     fit = cli("calibrate", small_run, *asked, "--split", "test", *rules)
     assert fit.code in (0, 3), fit.stderr
-    decided = [word for name in ("sets", "ood", "risk") for word in ("--decide", name)]
+    decided = [word for name in ("sets", "ood", "risk", "recall") for word in ("--decide", name)]
     done = cli("export", small_run, *asked, *TORCH, *decided).expect(0)
     path = folder_of(small_run) / "exports" / "laplace.probit.safetensors"
     about, found = read_header(path).meta["decisions"], loaded(path)(features_of(small_run, "val"))
@@ -460,6 +461,12 @@ def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(cli: 
     least = about["risk"]["accept_largest_from"]
     is_accepted = np.zeros(len(probs), bool) if least is None else found["probs"].numpy().max(axis=1) >= least
     assert (is_accepted == accepted.accepts(probs.max(axis=1))).mean() >= 0.98
+    flags = read_decision(folder / "recall.safetensors").rule
+    assert isinstance(flags, ClassRule)
+    is_flagged = found["probs"].numpy()[:, about["recall"]["class_index"]] >= about["recall"]["flag_from"]
+    assert (is_flagged == flags.flags(probs)).mean() >= 0.98
+    assert 0 < is_flagged.mean() < 1
+    assert "recall: flags a probability of 1 of at least" in done.stderr
     assert (about["ood"]["false_alarm"], about["risk"]["risk"], about["sets"]["coverage"]) == (0.2, 0.6, 0.8)
     assert "marks an outlier, with 20.0% false alarms" in done.stderr
 

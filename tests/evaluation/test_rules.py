@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special, stats
 
 from bnncli.evaluation import decisions
 from bnncli.evaluation.decisions import (
@@ -20,12 +20,15 @@ from bnncli.evaluation.decisions import (
     SetScore,
     ShiftRule,
     choose_regularisation,
+    class_thresholds,
     covering_rank,
     distance_p_value,
     doubts,
     excluding_rank,
     fit_acceptance,
     fit_outliers,
+    fit_precision,
+    fit_recall,
     fit_thresholds,
     kolmogorov_smirnov_distance,
     label_ranks,
@@ -145,6 +148,50 @@ def test_the_least_number_is_the_first_that_can_show_it() -> None:
     accepted = [fit_acceptance(np.ones(count), np.ones(count), 0.02, 0.95).most_doubt for count in (least - 1, least)]
     assert accepted[0] is None or accepted[0] < 1  # levels are handed on from stricter thresholds
     assert accepted[1] == 1.0
+
+
+def rare_positives(generator: np.random.Generator, count: int) -> tuple[NDArray, NDArray]:
+    """Probabilities of a rare class, mostly small and half of what they should be, and whether examples are of it."""
+    probability = special.expit(generator.normal(-3, 2.5, size=count))
+    return probability, generator.random(count) < np.minimum(1, probability * 0.9)
+
+
+def is_rarely(exceeded: int, repeats: int, allowed: float) -> bool:
+    """Whether the Clopper-Pearson lower bound (99.9%) of the share of violations is at most what is allowed."""
+    return bool(stats.binom.sf(exceeded - 1, repeats, allowed) > 1e-3)
+
+
+@pytest.mark.parametrize(("level", "certainty"), [(0.7, 0.9), (0.5, 0.8)])
+def test_precision_and_recall_fall_short_no_more_often_than_is_said(level: float, certainty: float) -> None:
+    generator = np.random.default_rng(8)
+    probability, is_positive = rare_positives(np.random.default_rng(98), 300_000)
+    fits = {"precision": fit_precision, "recall": fit_recall}
+    failures, passed = dict.fromkeys(fits, 0), dict.fromkeys(fits, 0)
+    for _ in range(300):
+        values, labels = rare_positives(generator, 800)
+        for name, fit in fits.items():
+            rule = fit(values, labels, level, certainty, of_class=0)
+            if rule.threshold is None:
+                continue
+            passed[name] += 1
+            flagged = probability >= rule.threshold
+            failures[name] += (
+                is_positive[flagged].mean() < level if name == "precision" else flagged[is_positive].mean() < level
+            )
+    assert passed["precision"] > 20
+    assert passed["recall"] == 300
+    assert all(is_rarely(count, 300, 1 - certainty) for count in failures.values()), failures
+    assert failures["recall"] > 300 * (1 - certainty) / 3  # the bound is exact, up to one order statistic
+
+
+def test_the_test_of_a_precision_is_the_exact_binomial_one_over_fixed_thresholds() -> None:
+    values, labels = rare_positives(np.random.default_rng(9), 3000)
+    rule = fit_precision(values, labels, 0.6, 0.95, of_class=0)
+    assert rule.threshold in class_thresholds()
+    flagged = values >= rule.threshold
+    assert (rule.num_flagged, rule.num_right, rule.num_positive) == (flagged.sum(), labels[flagged].sum(), labels.sum())
+    assert stats.binomtest(rule.num_right, rule.num_flagged, 0.6, alternative="greater").pvalue <= 0.05
+    assert fit_precision(values, labels, 0.97, 0.95, of_class=0).threshold is None
 
 
 def test_false_alarms_are_as_often_as_is_said() -> None:

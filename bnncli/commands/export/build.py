@@ -19,7 +19,7 @@ from bnncli.artifacts.posteriors import DecisionFile, write_tensors
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import Inputs, InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
+from bnncli.evaluation.decisions import AcceptanceRule, ClassRule, OutlierRule, SetRule
 from bnncli.evaluation.detectors import DEFAULT_SCORE
 from bnncli.evaluation.recommendation import score_predictive
 from bnncli.export import MARK
@@ -111,7 +111,8 @@ def _explain_refusal(decision: DecisionFile, score: str) -> str | None:
     if isinstance(rule, OutlierRule):
         own = decision.header.meta["settings"]["score"]
         return None if own == score else f"uses {own}, but ood_score is {score}; add \0score\0 {own}"
-    return None if isinstance(rule, AcceptanceRule) else "applies to whole batches, which an exported file does not see"
+    is_of_example = isinstance(rule, AcceptanceRule | ClassRule)
+    return None if is_of_example else "applies to whole batches, which an exported file does not see"
 
 
 def compute(
@@ -589,6 +590,9 @@ def describe_decision(decision: DecisionFile) -> dict[str, Any]:
     if isinstance(rule, OutlierRule):
         above = -rule.threshold
         return {**found, "output": "ood_score", "outlier_above": above, "false_alarm": settings["false_alarm"]}
+    if isinstance(rule, ClassRule):
+        found |= {"output": "probs", "class": settings["class"], "class_index": rule.of_class}
+        return {**found, "flag_from": rule.threshold, decision.kind: settings[decision.kind]}
     assert isinstance(rule, AcceptanceRule)
     least = None if rule.most_doubt is None else 1 - rule.most_doubt
     return {**found, "output": "probs", "accept_largest_from": least, "risk": settings["risk"]}
@@ -689,6 +693,10 @@ def format_summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[
                 f"{name}: ood_score above {rule['outlier_above']:.6g} marks an outlier, with "
                 f"{percent(rule['false_alarm'])} false alarms"
             )
+        if "flag_from" in rule:
+            least = rule["flag_from"]
+            said = "nothing" if least is None else f"a probability of {rule['class']} of at least {least:.6g}"
+            lines.append(f"{name}: flags {said}, with a {rule['kind']} of {percent(rule[rule['kind']])}")
         if rule["kind"] == "risk":
             least = rule["accept_largest_from"]
             said = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,13 +25,27 @@ from bnncli.artifacts.outputs import (
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.errors import MissingInput, UsageError
-from bnncli.evaluation.decisions import KINDS, OOD, RISK, SETS, SHIFT, AcceptanceRule, OutlierRule, SetRule, ShiftRule
+from bnncli.evaluation.decisions import (
+    KINDS,
+    OOD,
+    PRECISION,
+    RECALL,
+    RISK,
+    SETS,
+    SHIFT,
+    AcceptanceRule,
+    ClassRule,
+    OutlierRule,
+    SetRule,
+    ShiftRule,
+)
 from bnncli.evaluation.statistics import THRESHOLD
 from bnncli.integrators._partitions import LEVEL
 from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.numerics import dirichlet
 from bnncli.options.declaration import spell_options
+from bnncli.options.shared import find_class
 from bnncli.session.decisions import Decidable, explain_unfit_rule, open_decisions, scores_of
 from bnncli.session.run import Result, Run
 from bnncli.session.score_rows import PredictedSplit
@@ -75,6 +88,8 @@ class SplitDecisions:
                 found[decision.name] = np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.int64)
             elif isinstance(rule, AcceptanceRule):
                 found[decision.name] = rule.accepts(self.split.examples.confidence).astype(np.int64)
+            elif isinstance(rule, ClassRule):
+                found[decision.name] = rule.flags(self.split.file.probs).astype(np.int64)
             elif isinstance(rule, OutlierRule):
                 found[decision.name] = rule.is_outlier(self._scores(decision)).astype(np.int64)
         return found
@@ -109,8 +124,9 @@ class SplitDecisions:
             elif "mean_size" in result:
                 parts.append(f"mean set size {result['mean_size']:.3g}{own}")
             else:
-                word = "accepted" if "accepted" in result else "out-of-distribution"
-                parts.append(f"{word} {percent(next(iter(result.values())))}{own}")
+                ((key, share),) = result.items()
+                word = f"{decision.kind} flags" if key == "flagged" else _WORDS[key]
+                parts.append(f"{word} {percent(share)}{own}")
         return [f"{self.name} {self.split.name}: {', '.join(parts)}"] if parts else []
 
     def _result(self, decision: DecisionFile) -> dict[str, Any]:
@@ -119,7 +135,7 @@ class SplitDecisions:
             p_value = rule.p_value(self._scores(decision))
             return {"p_value": p_value, "is_alarm": p_value is not None and p_value <= rule.level}
         mean = float(self.vectors[decision.name].sum() / size)
-        return {{SETS: "mean_size", RISK: "accepted", OOD: "outliers"}[decision.kind]: mean}
+        return {_RESULTS[decision.kind]: mean}
 
     def _scores(self, decision: DecisionFile) -> Array:
         return scores_of(self.split, decision.header.meta["settings"]["score"])
@@ -127,6 +143,10 @@ class SplitDecisions:
     def _uniform(self, rule: SetRule) -> Array | None:
         found = rule.score.uniform(self.split.name, self.first + len(self.split.file.probs))
         return None if found is None else found[self.first :]
+
+
+_RESULTS = {SETS: "mean_size", RISK: "accepted", PRECISION: "flagged", RECALL: "flagged", OOD: "outliers"}
+_WORDS = {"accepted": "accepted", "outliers": "out-of-distribution"}
 
 
 def describe_shift(result: Mapping[str, Any]) -> str:
@@ -227,7 +247,7 @@ def parse_merges(
     names = {*_COLUMNS, *taken, *(probability_columns(classes) if probabilities else [])}
     for text in texts:
         name, _, listed = text.partition("=")
-        members = tuple(_class_index(text, part.strip(), classes) for part in listed.split(","))
+        members = tuple(find_class(part.strip(), classes, f"--merge {text}") for part in listed.split(","))
         if len(set(members)) < len(members):
             raise UsageError(f"--merge {text}: a class is named twice")
         if len(members) == len(classes):
@@ -240,18 +260,6 @@ def parse_merges(
         names |= own
         merges.append(Merge(name, members))
     return merges
-
-
-def _class_index(text: str, member: str, classes: Sequence[str]) -> int:
-    if member in classes:
-        return list(classes).index(member)
-    if member.isdecimal() and int(member) < len(classes):
-        return int(member)
-    near = difflib.get_close_matches(member, classes, n=1)
-    known = (
-        f"did you mean {near[0]!r}?" if near else f"classes: {', '.join(classes[:20])}" + " ..." * (len(classes) > 20)
-    )
-    raise UsageError(f"--merge {text}: no class {member!r}; {known}")
 
 
 def check_table_path(run: Run, target: Path, inputs: Sequence[Path]) -> None:
@@ -406,7 +414,10 @@ def list_columns(decided: Sequence[SplitDecisions]) -> RuleColumns:
     return RuleColumns(names, frozenset(titles[0] for titles, kind in titled if kind == SETS))
 
 
-_TITLES = {SETS: ("set", "set_size"), RISK: ("accept",), OOD: ("ood",), SHIFT: ()}
+_TITLES = {
+    SETS: ("set", "set_size"), RISK: ("accept",), PRECISION: ("precision_flag",), RECALL: ("recall_flag",),
+    OOD: ("ood",), SHIFT: (),
+}  # fmt: skip
 
 
 def _titles(name: str, kind: str) -> tuple[str, ...]:
