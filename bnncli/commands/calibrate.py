@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND, write_decision
 from bnncli.artifacts.predictions import list_arrays
@@ -39,6 +40,7 @@ from bnncli.evaluation.decisions import (
     min_accepted,
     min_scores_for_coverage,
     min_scores_for_rate,
+    pool_rare_classes,
 )
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.names import percent
@@ -102,7 +104,9 @@ class CalibrateOptions(CheckedOptions):
         0.9, "Share of examples whose class must be in their set.", minimum=0, maximum=1, group="Prediction sets"
     )
     class_conditional: bool = option(
-        False, "Guarantee the coverage for each class separately.", group="Prediction sets"
+        False,
+        "Guarantee the coverage for each class separately. Classes with too few examples share one threshold.",
+        group="Prediction sets",
     )
     nonempty: bool = option(
         False,
@@ -358,7 +362,52 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
             lambda provenance, may_replace: found.content_digest, metrics, [text], _find_failure(kind, metrics)
         )
 
-    return produce(run, request, compute, when_fresh=when_fresh)
+    if kind == SETS:
+        _warn_of_missing_classes(run, options.split, PredictedSplit(header).file.classes)
+    result = produce(run, request, compute, when_fresh=when_fresh)
+    for text in _list_cautions(result.metrics):
+        run.console.warn(f"{group.name}: {text}")
+    return result
+
+
+def _warn_of_missing_classes(run: Run, split: str, classes: Sequence[str]) -> None:
+    """Warn where the train split has classes that the calibration split lacks."""
+    paths = [run.folder.features(name) for name in ("train", split)]
+    train, own = (read_header(path).meta.get("class_counts") if path.is_file() else None for path in paths)
+    if train is None or own is None:
+        return
+    missing = [name for name, known, here in zip(classes, train, own, strict=True) if known and not here]
+    if missing:
+        run.console.warn(
+            f"split {split!r} has no examples of {_join_names(missing)}, which train has: nothing is known about the "
+            "coverage of such examples, so new data with them may have less than the requested coverage; calibrate on a "
+            "split with examples of every class"
+        )
+
+
+def _list_cautions(metrics: Mapping[str, Any]) -> list[str]:
+    """Return what limits the use of prediction sets."""
+    found = []
+    if "pooled" in metrics:
+        found.append(
+            f"too few examples for a threshold of their own: {_join_names(metrics['pooled'])} share one threshold, and "
+            "the coverage holds for them together, not for each"
+        )
+    if "tied_in_full_sets" in metrics:
+        tied = metrics["tied_in_full_sets"]
+        saturated = (
+            f": {tied} of {metrics['num_examples']} examples have exactly the threshold's score, which saturated "
+            "probabilities cause; use a posterior with softer ones, or a lower \0coverage\0"
+            if tied > 1
+            else "; use a lower \0coverage\0"
+        )
+        found.append(f"every set contains every class, so the sets say nothing{saturated}")
+    return found
+
+
+def _join_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more classes" if len(names) > 8 else ""
+    return f"{', '.join(names[:8])}{more}"
 
 
 def fit_rule(
@@ -410,43 +459,46 @@ def _fit_sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: b
     else:
         score = SetScore(settings["sets"], seed)
     own, labels = score.of_labels(probs, labels, uniform)[rows], labels[rows]
-    _require_of_classes(split, labels, settings)
+    pooled = _pool_classes(split, labels, settings)
     thresholds = fit_thresholds(
         own,
         labels if settings["class_conditional"] else None,
         coverage,
         num_classes=num_classes,
         confidence=settings["confidence"],
+        pooled=pooled,
     )
+    rule = SetRule(score, thresholds, settings["nonempty"])
+    found: dict[str, Any] = {"pooled": [split.file.classes[k] for k in pooled]} if pooled else {}
+    if all(sets.all() for _, sets in rule.set_blocks(probs, uniform)):
+        found["tied_in_full_sets"] = int((own == thresholds[labels if len(thresholds) > 1 else 0]).sum())
     chosen = {"penalty": score.penalty, "free_ranks": score.free_ranks} if settings["sets"] == "raps" else {}
-    return SetRule(score, thresholds, settings["nonempty"]), {
-        "num_examples": len(rows),
-        "thresholds": thresholds.tolist(),
-        **chosen,
-    }
+    return rule, {"num_examples": len(rows), "thresholds": thresholds.tolist(), **chosen, **found}
 
 
 def _count_tuning_rows(split: PredictedSplit) -> int:
     return int(TUNING_SHARE * len(split.examples))
 
 
-def _require_of_classes(split: PredictedSplit, labels: np.ndarray, settings: Mapping[str, Any]) -> None:
-    """Raise DataError where there are too few examples for the coverage, overall or in a class."""
+def _pool_classes(split: PredictedSplit, labels: np.ndarray, settings: Mapping[str, Any]) -> list[int]:
+    """Return the classes with too few examples for a threshold of their own. Raise DataError where that leaves none."""
     least = min_scores_for_coverage(settings["coverage"], settings["confidence"])
     if not settings["class_conditional"]:
         _require(split, len(labels), least, what=f"a coverage of {settings['coverage']:g}")
-        return
+        return []
     counts = np.bincount(labels, minlength=len(split.file.classes))
-    few = [f"{name} {count}" for name, count in zip(split.file.classes, counts, strict=True) if count < least]
-    if few:
+    pooled = pool_rare_classes(counts, least)
+    if len(pooled) == len(counts):
+        few = [f"{name} {count}" for name, count in zip(split.file.classes, counts, strict=True) if count < least]
         more = f" and {len(few) - 8} more classes" if len(few) > 8 else ""
         raise DataError(
             f"split {split.name!r}: coverage {settings['coverage']:g} for each class needs at least {least} "
-            f"examples per class; got {', '.join(few[:8])}{more}",
+            f"examples of at least two classes or groups of classes; got {', '.join(few[:8])}{more}",
             code="too_few",
             hint="calibrate on a larger split, or without \0class_conditional\0",
             path=split.header.path,
         )
+    return pooled
 
 
 def _fit_acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -186,15 +186,40 @@ class SetRule:
             yield rows, self.sets(probs[rows], None if uniform is None else uniform[rows])
 
 
+def pool_rare_classes(counts: NDArray, least: int) -> list[int]:
+    """Return the classes that share one threshold, as they have too few of the examples, of which `counts` (K,) are known.
+
+    These are the classes with fewer than `least` examples, and the next smallest ones until the pool has that many. All
+    of the pool together has the coverage, as in a cluster of Ding et al. (2023, arXiv:2306.09335).
+    """
+    order, size = np.argsort(counts, kind="stable"), int((np.asarray(counts) < least).sum())
+    totals = np.cumsum(np.asarray(counts)[order])
+    while 0 < size < len(order) and totals[size - 1] < least:
+        size += 1
+    return sorted(order[:size].tolist())
+
+
 def fit_thresholds(
-    scores: NDArray, labels: NDArray | None, coverage: float, *, num_classes: int, confidence: float | None = None
+    scores: NDArray,
+    labels: NDArray | None,
+    coverage: float,
+    *,
+    num_classes: int,
+    confidence: float | None = None,
+    pooled: Sequence[int] = (),
 ) -> NDArray[np.float64]:
     """Return the threshold (1,) for the scores (n,) of the examples' own classes, or (K,) thresholds if labels (n,) are given.
+
+    Args:
+        pooled: classes that share one threshold.
 
     Raises:
         ValueError: there are too few examples, overall or of a class (see least_for_coverage).
     """
-    groups = [scores] if labels is None else [scores[labels == k] for k in range(num_classes)]
+    groups = [scores]
+    if labels is not None:
+        members = [pooled if k in pooled else [k] for k in range(num_classes)]
+        groups = [scores[np.isin(labels, own)] for own in members]
     thresholds = []
     for group in groups:
         rank = covering_rank(len(group), coverage, confidence)

@@ -196,7 +196,7 @@ def test_too_few_examples_are_told_with_the_least_number(cli: Cli, run: Path) ->
         65, "has 200 examples to calibrate on; a coverage of 0.996 needs at least 249"
     )
     refused = cli("calibrate", run, "--sets", "lac", "--coverage", 0.99, "--class-conditional")
-    assert "coverage 0.99 for each class needs at least 99 examples per class" in refused.stderr
+    assert "coverage 0.99 for each class needs at least 99 examples of at least two classes" in refused.stderr
     assert "a false-alarm rate of 0.001 needs at least 999" in cli("calibrate", run, "--false-alarm", 0.001).stderr
     assert "a risk of 0.01 needs at least 554" in cli("calibrate", run, "--risk", 0.01).stderr
 
@@ -210,6 +210,48 @@ def test_a_risk_that_cannot_be_shown_accepts_nothing_and_exits_3(cli: Cli, run: 
     cli("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "test", "--table", table).expect(0)
     with np.load(table) as columns:
         assert not columns["accept"].any()
+
+
+def unlike_train(cli: Cli, made: Path, folder: Path, labels: np.ndarray, scale: float = 1) -> Path:
+    """A run with other labels in the split that is divided, in which the network predicted; `scale` multiplies its logits."""
+    with np.load(made.with_name("arrays.npz")) as file:
+        arrays = dict(file)
+    generator, centers = np.random.default_rng(3), arrays["head_weight"] / 2
+    arrays["features_test"] = (centers[labels] + generator.normal(size=(len(labels), 5))).astype(np.float32)
+    arrays |= {
+        "labels_test": labels,
+        "head_weight": scale * arrays["head_weight"],
+        "head_bias": scale * arrays["head_bias"],
+    }
+    run = new_run(cli, folder / "unlike", arrays, "--ood", "far", "--hold-out", "calib=test:200")
+    cli("predict", run).expect(0)
+    return run
+
+
+def test_rare_classes_share_a_threshold_and_are_named(cli: Cli, made: Path, tmp_path: Path) -> None:
+    labels = np.random.default_rng(2).choice(3, size=400, p=[0.9, 0.06, 0.04])
+    run = unlike_train(cli, made, tmp_path, labels)
+    for _ in range(2):  # fitted, and up to date
+        done = cli("calibrate", run, "--sets", "lac", "--class-conditional", "--coverage", 0.94, "--json").expect(0)
+        assert any("1, 2 share one threshold" in text for text in done.json["warnings"]), done.json["warnings"]
+    first, second, third = done.json["rules"][0]["thresholds"]
+    assert second == third != first
+    cli("calibrate", run, "--sets", "lac", "--class-conditional", "--coverage", 0.995, "--name", "fine").expect(
+        65, "at least 199 examples of at least two"
+    )
+
+
+def test_a_class_that_the_split_lacks_is_named(cli: Cli, made: Path, tmp_path: Path) -> None:
+    run = unlike_train(cli, made, tmp_path, np.arange(400) % 2)
+    assert "has no examples of 2, which train has" in cli("calibrate", run, "--sets", "aps").expect(0).stderr
+
+
+def test_sets_that_saturated_probabilities_fill_are_told(cli: Cli, made: Path, tmp_path: Path) -> None:
+    run = unlike_train(cli, made, tmp_path, np.random.default_rng(4).integers(3, size=400), scale=1000)
+    done = cli("calibrate", run, "--sets", "lac", "--coverage", 0.98).expect(0)
+    assert "every set contains every class" in done.stderr
+    assert "have exactly the threshold's score, which saturated probabilities cause" in done.stderr
+    assert "every set" not in cli("calibrate", run, "--sets", "lac", "--coverage", 0.5, "--force").expect(0).stderr
 
 
 def test_precision_and_recall_of_a_class_are_in_the_table_and_the_scores(cli: Cli, run: Path) -> None:

@@ -35,6 +35,7 @@ from bnncli.evaluation.decisions import (
     min_accepted,
     min_scores_for_coverage,
     min_scores_for_rate,
+    pool_rare_classes,
     set_scores,
 )
 
@@ -148,6 +149,30 @@ def test_the_least_number_is_the_first_that_can_show_it() -> None:
     accepted = [fit_acceptance(np.ones(count), np.ones(count), 0.02, 0.95).most_doubt for count in (least - 1, least)]
     assert accepted[0] is None or accepted[0] < 1  # levels are handed on from stricter thresholds
     assert accepted[1] == 1.0
+
+
+def test_classes_with_few_examples_share_the_threshold_of_their_pool() -> None:
+    assert pool_rare_classes(np.array([50, 3, 20, 0, 30]), 9) == [1, 2, 3]  # 3 + 0 are too few, so 20 join them
+    assert pool_rare_classes(np.array([50, 9, 20]), 9) == []
+    generator = np.random.default_rng(10)
+    scores, labels = generator.random(200), generator.choice(3, size=200, p=[0.8, 0.1, 0.1])
+    found = fit_thresholds(scores, labels, 0.9, num_classes=3, pooled=[1, 2])
+    pool = np.sort(scores[labels > 0])
+    assert found[1] == found[2] == pool[covering_rank(len(pool), 0.9) - 1]  # type: ignore[operator]
+    assert found[0] == fit_thresholds(scores[labels == 0], None, 0.9, num_classes=3)[0]
+
+
+def test_a_pool_of_rare_classes_has_the_coverage_together() -> None:
+    """The classes are about as frequent as decides who is in the pool, and their scores differ."""
+    generator, shares, scale = np.random.default_rng(11), np.array([0.7, 0.15, 0.1, 0.05]), np.array([1, 2, 3, 4])
+    found, repeats = [], 2000
+    for _ in range(repeats):
+        labels = generator.choice(4, size=120, p=shares)
+        pooled = pool_rare_classes(np.bincount(labels, minlength=4), 9)
+        thresholds = fit_thresholds(scale[labels] * generator.random(120), labels, 0.9, num_classes=4, pooled=pooled)
+        coverage, own = np.minimum(1, thresholds / scale), pooled or [3]
+        found.append(float(shares[own] @ coverage[own] / shares[own].sum()))
+    assert np.mean(found) >= 0.9 - 3 * np.std(found) / repeats**0.5
 
 
 def rare_positives(generator: np.random.Generator, count: int) -> tuple[NDArray, NDArray]:
