@@ -87,6 +87,7 @@ def make_inputs() -> None:
     Path("net.pt").write_bytes((FIXTURES / "lenet5-fmnist.pt").read_bytes())
     _save_tiny_network()
     _save_predictions()
+    Path("costs.csv").write_text("class,0,1,2,ask\n0,0,1,1,0.2\n1,3,0,1,0.2\n2,1,1,0,0.2\n")
     Path("bad.toml").write_text("[refine]\nepoks = 3\n")
     Path("good.toml").write_text('[common]\nquiet = true\n[refine]\nflow = "radial"\nlength = 3\n')
 
@@ -389,6 +390,7 @@ LINES = (
     Line("calibrate sure --risk 0.05"),
     Line("calibrate sure --recall 0.7 --precision 0.6 --class 1 --confidence 0.8", SOLVED),
     Line("calibrate sure --recall 0.7"),
+    Line("calibrate sure --costs costs.csv", SOLVED),
     Line("calibrate sure --sets lac --coverage 0.99 --name fine"),
     Line("calibrate sure --sets lac --split val"),
     Line("calibrate sure"),

@@ -302,6 +302,7 @@ OF_TABLES = ("density", "true_positive_rate", "false_positive_rate")  # of evalu
 OF_RULES = (
     "set_coverage", "worst_class_coverage", "set_size", "empty_sets", "singleton_sets", "acceptance", "selective_risk",
     "false_alarm_rate", "detection_rate", "shift_p", "flagged", "flag_precision", "flag_recall",
+    "decision_cost", "expected_cost", "argmax_cost",
 )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ class TableBlock:
     Attributes:
         origin: split, posterior and variant of all these rows.
         columns: name to (n,): integers (class indices in class columns) or real numbers; top_k is (n, k), class indices
-            by rank, padded with -1; name is (n,) UTF-8 bytes. Others are (n, K), with a CSV column per class:
+            by rank, padded with -1; texts, such as name, are (n,) UTF-8 bytes. Others are (n, K), with a CSV column per class:
             probabilities, and for multi-label the values of each label; predicted is then zeros and ones, in CSV the
             names of the ones.
         sets: names of columns that are sets of classes: (n, K) zeros and ones, or -1 for none; in CSV names.
@@ -263,7 +263,7 @@ def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) 
     if values.ndim == 2 and name not in JOINED and name not in block.sets:
         return [_numbers(column) for column in values.T]
     cells = _join_classes(values, classes) if name in block.sets else _cells(name, values, classes)
-    is_text = name in (NAME, *JOINED, *CLASS_COLUMNS) or name in block.sets
+    is_text = values.dtype.kind == "S" or name in (*JOINED, *CLASS_COLUMNS) or name in block.sets
     return [list(map(escape_formula, cells)) if is_text and not block.is_raw else cells]
 
 
@@ -290,7 +290,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:
-    if name == NAME:
+    if values.dtype.kind == "S":
         return [value.decode() for value in values.tolist()]
     if name == TOP_K:
         return [";".join(_escape_separators(classes[k]) for k in row if k >= 0) for row in values.tolist()]
@@ -337,7 +337,7 @@ def _write_npz(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str])
         for name, parts in columns.items():
             with _member(archive, name) as stream:
                 joined = np.concatenate(_pad_parts(parts) if name == TOP_K else parts)
-                joined = np.char.decode(joined, "utf-8") if name == NAME else joined
+                joined = np.char.decode(joined, "utf-8") if joined.dtype.kind == "S" else joined
                 np.lib.format.write_array(stream, joined, allow_pickle=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, CheckFailed, DataError, UsageError
 from bnncli.evaluation import detectors
 from bnncli.evaluation.decisions import (
+    COSTS,
     KINDS,
     LAC,
     OOD,
@@ -27,6 +29,7 @@ from bnncli.evaluation.decisions import (
     SCHEMES,
     SETS,
     SHIFT,
+    CostRule,
     Rule,
     SetRule,
     SetScore,
@@ -37,6 +40,7 @@ from bnncli.evaluation.decisions import (
     fit_precision,
     fit_recall,
     fit_thresholds,
+    mean_interval,
     min_accepted,
     min_scores_for_coverage,
     min_scores_for_rate,
@@ -44,6 +48,7 @@ from bnncli.evaluation.decisions import (
 )
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.names import percent
+from bnncli.numerics.digests import json_sha256
 from bnncli.numerics.random import stream_seed
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import CheckedOptions, check_split_name, flag_of, option
@@ -57,8 +62,8 @@ from bnncli.session.score_rows import PredictedSplit
 from bnncli.session.splits import fresh_split, require_unused
 
 DEFAULT_CONFIDENCE = 0.95  # that the risk is below its bound, or the precision or recall above it
-OF_LABELS = (SETS, RISK, PRECISION, RECALL)  # rules that need labels of mutually exclusive classes
-RULE_OPTIONS = ("sets", "risk", "precision", "recall", "false_alarm", "shift_level")  # each asks for one rule
+OF_LABELS = (SETS, RISK, PRECISION, RECALL, COSTS)  # rules that need labels of mutually exclusive classes
+RULE_OPTIONS = ("sets", "risk", "precision", "recall", "costs", "false_alarm", "shift_level")  # each asks for one rule
 TUNING_SHARE = 0.2  # of the calibration examples, to tune the regularisation of raps
 
 
@@ -162,6 +167,14 @@ class CalibrateOptions(CheckedOptions):
         numeric=False,
         group="Acceptance, one class, outliers and shift",
     )
+    costs: str | None = option(
+        None,
+        "Decide for the least expected cost: a CSV file with a row of costs for each true class, whose name is first, "
+        "and a column for each decision. There may be further decisions than the classes, such as abstain.",
+        metavar="FILE",
+        numeric=False,
+        group="Acceptance, one class, outliers and shift",
+    )
     false_alarm: float | None = option(
         None,
         "Flag at most this share of in-distribution examples as out-of-distribution.",
@@ -179,7 +192,7 @@ class CalibrateOptions(CheckedOptions):
     confidence: float | None = option(
         None,
         f"Confidence that the guarantee holds for this calibration split. Default: {DEFAULT_CONFIDENCE} for "
-        "\0risk\0, \0precision\0 and \0recall\0; other rules hold on average over calibration splits.",
+        "\0risk\0, \0precision\0, \0recall\0 and \0costs\0; other rules hold on average over calibration splits.",
         minimum=0,
         maximum=1,
         group="Acceptance, one class, outliers and shift",
@@ -203,7 +216,7 @@ class CalibrateOptions(CheckedOptions):
         """Raise UsageError where no rule is requested, or an option lacks the one it belongs to."""
         if not self.kinds:
             raise UsageError(
-                "nothing to calibrate: expected \0sets\0, \0risk\0, \0precision\0, \0recall\0, \0false_alarm\0 or "
+                "nothing to calibrate: expected \0sets\0, \0risk\0, \0precision\0, \0recall\0, \0costs\0, \0false_alarm\0 or "
                 "\0shift_level\0",
                 hint="add \0sets\0 lac \0coverage\0 0.9",
             )
@@ -229,6 +242,7 @@ class CalibrateOptions(CheckedOptions):
         """Return the requested rules, of KINDS."""
         asked = {
             SETS: self.sets, RISK: self.risk, PRECISION: self.precision, RECALL: self.recall,
+            COSTS: self.costs,
             OOD: self.false_alarm, SHIFT: self.shift_level,
         }  # fmt: skip
         return [kind for kind in KINDS if asked[kind] is not None]
@@ -258,13 +272,15 @@ class CalibrateOptions(CheckedOptions):
         if kind in (PRECISION, RECALL):
             level = self.precision if kind == PRECISION else self.recall
             return {kind: level, "class": self.class_, "confidence": self.confidence or DEFAULT_CONFIDENCE}
+        if kind == COSTS:
+            return {"confidence": self.confidence or DEFAULT_CONFIDENCE}
         if kind == OOD:
             return {"false_alarm": self.false_alarm, "confidence": self.confidence, "score": self.score}
         return {"shift_level": self.shift_level, "score": self.score}
 
 
 COMMAND = Command(
-    "Calibrate decisions with guarantees: prediction sets, acceptance, precision, recall, outliers, shift.",
+    "Calibrate decisions with guarantees: prediction sets, acceptance, precision, recall, costs, outliers, shift.",
     "Needs predictions on a split that was not used for fitting or model selection, such as one set aside with "
     "extract-features --hold-out calib=test:2000. predict adds the decisions to its table; evaluate reports how "
     "they perform. Exits 3 if no threshold meets --risk or --precision. Writes "
@@ -275,6 +291,7 @@ COMMAND = Command(
         "bnncli calibrate ckpt.pt --posterior laplace --risk 0.02 --confidence 0.95 --false-alarm 0.05 --shift-level 0.01",
         "bnncli calibrate ckpt.pt --sets raps --class-conditional --name by-class",
         "bnncli calibrate ckpt.pt --recall 0.95 --class fraud",
+        "bnncli calibrate ckpt.pt --costs costs.csv",
     ),
     section="Use",
     place=20,
@@ -320,7 +337,10 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
         raise DataError(message, code="split_was_used", hint=fresh_split(run, options.split), path=header.path)
     if kind in (PRECISION, RECALL):
         options = replace(options, class_=_choose_class(options.class_, PredictedSplit(header).file.classes))
-    settings = options.settings(kind, run.compute.seed)
+    settings, costs = options.settings(kind, run.compute.seed), None
+    if kind == COSTS:
+        costs = read_costs(str(options.costs), PredictedSplit(header).file.classes)
+        settings |= {"costs": f"sha256:{json_sha256(costs.costs.tolist())}", "decisions": list(costs.names)}
     named = run.folder.decision(group.name, run.naming.name or kind)
     target = Path(run.naming.out) if run.naming.out else named
     source = Source(f"predictions.{options.split}", header.path, header.content_digest)
@@ -340,7 +360,7 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
     )
 
     def compute() -> ComputationOutput:
-        rule, classes, metrics = fit_rule(header, kind, settings, is_tuned=options.is_tuned)
+        rule, classes, metrics = fit_rule(header, kind, settings, is_tuned=options.is_tuned, costs=costs)
         names = ("posterior", "integrator", "split", "num_examples")
         meta = {name: header.meta[name] for name in names} | {"variant": group.variant, "rule": kind}
         meta |= {"classes": classes, "settings": settings, "maker": maker_of(header), "metrics": metrics}
@@ -411,16 +431,21 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def fit_rule(
-    header: Header, kind: str, settings: Mapping[str, Any], *, is_tuned: bool
+    header: Header, kind: str, settings: Mapping[str, Any], *, is_tuned: bool, costs: CostRule | None = None
 ) -> tuple[Rule, list[str], dict[str, Any]]:
     """Fit a rule. Return it with its classes and the metrics of the fit.
+
+    Args:
+        costs: the rule itself if the kind is costs, which only needs to be judged.
 
     Raises:
         DataError: too few examples for the level, several labels per example, or an unknown score.
     """
     split = PredictedSplit(header)
     if kind in OF_LABELS and not split.file.is_exclusive:
-        message = "this run is multilabel; sets, acceptance, precision and recall need mutually exclusive classes"
+        message = (
+            "this run is multilabel; sets, acceptance, precision, recall and costs need mutually exclusive classes"
+        )
         raise DataError(message, code="several_labels", path=header.path)
     if kind == SETS:
         rule, metrics = _fit_sets(split, settings, is_tuned=is_tuned)
@@ -428,6 +453,8 @@ def fit_rule(
         rule, metrics = _fit_acceptance(split, settings)
     elif kind in (PRECISION, RECALL):
         rule, metrics = _fit_class(split, kind, settings)
+    elif costs is not None:
+        rule, metrics = costs, _judge_costs(split, costs, settings["confidence"])
     elif kind == OOD:
         rule, metrics = _fit_outliers(split, settings)
     else:
@@ -545,6 +572,77 @@ def _fit_class(split: PredictedSplit, kind: str, settings: Mapping[str, Any]) ->
     }
 
 
+def read_costs(place: str, classes: Sequence[str]) -> CostRule:
+    """Read a CSV file of costs: decisions in the first line, then a line for each class, in any order.
+
+    Raises:
+        MissingInput, DataError: there is no such file, or it is no matrix of numbers for these classes.
+    """
+    path = Path(place)
+
+    def refuse(why: str) -> DataError:
+        hint = f"expected lines such as: class,{','.join(classes[:2])},abstain and {classes[0]},0,1,0.3"
+        return DataError(f"\0costs\0 {place}: {why}", code="bad_costs", path=path, hint=hint)
+
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as stream:
+            lines = [line for line in csv.reader(stream) if line]
+    except FileNotFoundError:
+        raise MissingInput(f"\0costs\0 {place}: no such file", path=path) from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise refuse(f"cannot be read as CSV ({' '.join(str(error).split())[:120]})") from None
+    names = [name.strip() for name in lines[0][1:]] if lines else []
+    if not names or "" in names or len({*names}) < len(names):
+        raise refuse("expected a first line with different names of decisions after its first cell")
+    rows: dict[str, list[float]] = {}
+    for number, (first, *cells) in enumerate(lines[1:], 2):
+        name = first.strip()
+        if name not in classes or name in rows:
+            known = "twice" if name in rows else "which is no class of the run"
+            raise refuse(f"line {number} is for {name!r}, {known} (classes: {', '.join(classes[:20])})")
+        try:
+            rows[name] = [float(cell) for cell in cells]
+        except ValueError as error:
+            raise refuse(f"line {number}: {error}") from None
+        if len(cells) != len(names) or not np.isfinite(rows[name]).all():
+            raise refuse(f"line {number}: expected {len(names)} finite costs; got {', '.join(cells)}")
+    if missing := [name for name in classes if name not in rows]:
+        raise refuse(f"has no line for {_join_names(missing)}")
+    return CostRule(np.array([rows[name] for name in classes]), tuple(names))
+
+
+def _judge_costs(split: PredictedSplit, rule: CostRule, certainty: float) -> dict[str, Any]:
+    """Return the mean costs of the decisions, of deciding for the predicted class, and of the best constant decision.
+
+    Savings are differences of the mean costs. The interval of the saving against a constant holds for every decision at
+    once, as the best one is chosen on the same examples.
+    """
+    labels, classes = split.examples.labels, list(split.file.classes)
+    assert labels is not None
+    _require(split, len(labels), 1, what="judging costs")
+    costs, decisions = rule.costs, len(rule.names)
+    decided, expected = rule.decide(split.file.probs)
+    own, bounds = costs[labels, decided], (float(costs.min()), float(costs.max()))
+    spread = bounds[1] - bounds[0]
+
+    def compare(other: np.ndarray, level: float) -> dict[str, Any]:
+        interval = mean_interval(other - own, (-spread, spread), level)
+        return {"cost": float(other.mean()), "saving": float((other - own).mean()), "saving_interval": list(interval)}
+
+    best = int(costs[labels].mean(axis=0).argmin())
+    found = {
+        "cost": float(own.mean()),
+        "cost_interval": list(mean_interval(own, bounds, certainty)),
+        "expected_cost": float(expected.mean()),
+        "decided": np.bincount(decided, minlength=decisions).tolist(),
+        "constant": {"decision": rule.names[best], **compare(costs[labels, best], 1 - (1 - certainty) / decisions)},
+    }
+    of_classes = rule.of_classes(classes)
+    if of_classes is not None:
+        found["argmax"] = compare(costs[labels, of_classes[split.examples.predicted]], certainty)
+    return found
+
+
 def _fit_outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     scores, rate, certainty = scores_of(split, settings["score"]), settings["false_alarm"], settings["confidence"]
     _require(split, len(scores), min_scores_for_rate(rate, certainty), what=f"a false-alarm rate of {rate:g}")
@@ -617,6 +715,14 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
             f"here {metrics['num_flagged']} of {count} are flagged, {metrics['num_right']} of those are {name}, of "
             f"{metrics['num_positive']} in all"
         )
+    if kind == COSTS:
+        low, high = metrics["cost_interval"]
+        return (
+            f"decide for the least expected cost of {', '.join(settings['decisions'])}: mean cost {metrics['cost']:.4g} "
+            f"({low:.4g} to {high:.4g}, {often}), expected {metrics['expected_cost']:.4g}; saves "
+            + " and ".join(_format_savings(metrics))
+            + f" ({count} examples)"
+        )
     if kind == OOD:
         return (
             f"an example is out-of-distribution if its {settings['score']} score is below "
@@ -627,6 +733,16 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
         f"a batch has shifted if p is at most {settings['shift_level']:g}: two-sample Kolmogorov-Smirnov test on "
         f"{settings['score']} against {count} examples"
     )
+
+
+def _format_savings(metrics: Mapping[str, Any]) -> list[str]:
+    others = {f"always {metrics['constant']['decision']}": metrics["constant"]}
+    if "argmax" in metrics:
+        others = {"the most probable class": metrics["argmax"], **others}
+    return [
+        f"{one['saving']:.4g} ({one['saving_interval'][0]:.4g} to {one['saving_interval'][1]:.4g}) against {name}"
+        for name, one in others.items()
+    ]
 
 
 def _find_failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:

@@ -423,6 +423,69 @@ def fit_recall(
 
 
 @dataclass(frozen=True)
+class CostRule:
+    """Decide what has the least expected cost under the probabilities, the first among ties.
+
+    Args:
+        costs: (K, A), of each decision for each true class.
+        names: of the A decisions.
+    """
+
+    costs: NDArray[np.float64]
+    names: tuple[str, ...]
+
+    def decide(self, probs: NDArray) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the decision (N,) of each example and its expected cost (N,); probs (N, K) may be memory-mapped."""
+        decided, expected = np.empty(len(probs), dtype=np.int64), np.empty(len(probs))
+        for rows in row_blocks(*probs.shape):
+            costs = np.asarray(probs[rows], dtype=np.float64) @ self.costs
+            decided[rows], expected[rows] = costs.argmin(axis=1), costs.min(axis=1)
+        return decided, expected
+
+    def of_classes(self, classes: Sequence[str]) -> NDArray[np.int64] | None:
+        """Return the decision (K,) that has the name of each class; None where a class has none."""
+        return np.array([self.names.index(one) for one in classes]) if {*classes} <= {*self.names} else None
+
+
+def mean_interval(values: NDArray, bounds: tuple[float, float], confidence: float) -> tuple[float, float]:
+    """Return an interval that contains the mean of independent values (n,) within bounds, whatever their distribution.
+
+    It is the hedged betting interval of Waudby-Smith and Ramdas (2024, arXiv:2010.09686, equation 26): a mean is left
+    out once bets against it have multiplied their stake by 1 / (1 - confidence). The order of the values is shuffled
+    with a fixed seed.
+    """
+    low, high = bounds
+    if low == high or len(values) == 0:
+        return low, high
+    unit = (np.random.default_rng(0).permutation(np.asarray(values, dtype=np.float64)) - low) / (high - low)
+    mean = float(unit.mean())  # is always inside, although bets against it may have won
+    least, most = min(mean, _least_mean(unit, confidence)), max(mean, 1 - _least_mean(1 - unit, confidence))
+    return low + (high - low) * least, low + (high - low) * most
+
+
+_MOST_STAKE = 0.75  # of the capital; bets beyond it risk losing everything
+
+
+def _least_mean(unit: NDArray[np.float64], confidence: float) -> float:
+    """Return the lower end of mean_interval for values (n,) in [0, 1], by bisection: the capital falls with the mean."""
+    size, needed = len(unit), math.log(2 / (1 - confidence))
+    before = np.arange(1, size + 1)
+    means_before = (0.5 + np.cumsum(unit)) / (before + 1)
+    variance = (0.25 + np.cumsum((unit - means_before) ** 2)) / (before + 1)
+    stakes = np.sqrt(2 * needed / (size * np.concatenate([[0.25], variance[:-1]])))
+
+    def is_excluded(mean: float) -> bool:
+        growth = np.log1p(np.minimum(stakes, _MOST_STAKE / mean) * (unit - mean))
+        return bool(growth.sum() >= needed)
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_excluded(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
 class OutlierRule:
     """Flag examples whose score is below the threshold; scores are higher for in-distribution examples."""
 
@@ -526,7 +589,7 @@ def _stays_within(gap: int, n: int, m: int) -> float:
     return float(row[m - start] / math.exp(log_ending))
 
 
-Rule = SetRule | AcceptanceRule | ClassRule | OutlierRule | ShiftRule
+Rule = SetRule | AcceptanceRule | ClassRule | CostRule | OutlierRule | ShiftRule
 _SCORE = ("scheme", "seed", "penalty", "free_ranks")
 _TESTED = ("num_accepted", "num_wrong", "level", "p_value")
 _COUNTED = ("of_class", "num_flagged", "num_right", "num_positive")
@@ -543,6 +606,8 @@ def to_arrays(rule: Rule) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any
     if isinstance(rule, ClassRule):
         found = [] if rule.threshold is None else [rule.threshold]
         return {"threshold": np.array(found, dtype=np.float64)}, {name: getattr(rule, name) for name in _COUNTED}
+    if isinstance(rule, CostRule):
+        return {"costs": rule.costs}, {"names": list(rule.names)}
     if isinstance(rule, OutlierRule):
         return {"threshold": np.array([rule.threshold], dtype=np.float64)}, {}
     return {"scores": rule.scores}, {"level": rule.level}
@@ -570,6 +635,11 @@ def from_arrays(kind: str, arrays: Mapping[str, NDArray[np.float64]], known: Map
         if len(found) > 1 or not 0 <= counts["of_class"] < size:
             raise ValueError(f"expected at most one threshold, of a class below {size}")
         return ClassRule(threshold=found[0] if found else None, **counts)
+    if kind == COSTS:
+        names = tuple(str(name) for name in known["names"])
+        if arrays["costs"].shape != (size, len(names)) or not names:
+            raise ValueError(f"costs: expected shape ({size}, {len(names)}); got {arrays['costs'].shape}")
+        return CostRule(arrays["costs"], names)
     if kind == OOD:
         return OutlierRule(float(arrays["threshold"].item()))
     if kind != SHIFT:
@@ -655,17 +725,36 @@ def class_scores(flagged: NDArray, is_positive: NDArray | None, choices: dict[st
     return [share, ScoreGroup(forms, statistic)]
 
 
+def cost_scores(
+    rule: CostRule, probs: NDArray, labels: NDArray | None, classes: Sequence[str], choices: dict[str, Any]
+) -> list[ScoreGroup]:
+    """Return the mean cost of the decisions, the mean that the probabilities expect, and the mean of deciding for the predicted class."""
+    bounds = (float(rule.costs.min()), float(rule.costs.max()))
+    names = ("decision_cost", "expected_cost", "argmax_cost")
+    real, expected, plain = (ScoreForm(name, choices, False, bounds=bounds) for name in names)
+    decided, costs = rule.decide(probs)
+    found = [means([expected], [costs])]
+    if labels is None:
+        return [ScoreGroup([real, plain], None, NO_LABELS), *found]
+    found = [means([real], [rule.costs[labels, decided]]), *found]
+    of_classes = rule.of_classes(classes)
+    if of_classes is None:
+        return [*found, ScoreGroup([plain], None, "not every class has a decision of its name")]
+    return [*found, means([plain], [rule.costs[labels, of_classes[np.argmax(probs, axis=1)]]])]
+
+
 def alarm_scores(is_outlier: NDArray, choices: dict[str, Any], *, is_ood: bool) -> list[ScoreGroup]:
     """Return the share of examples (N,) flagged as outliers: detection rate on an OOD split, false-alarm rate otherwise."""
     name = "detection_rate" if is_ood else "false_alarm_rate"
     return [means([ScoreForm(name, choices, is_ood, bounds=_SHARE)], [is_outlier])]
 
 
-SETS, RISK, PRECISION, RECALL, OOD, SHIFT = KINDS = (
+SETS, RISK, PRECISION, RECALL, COSTS, OOD, SHIFT = KINDS = (
     "sets",
     "risk",
     "precision",
     "recall",
+    "costs",
     "ood",
     "shift",
 )  # kinds of rules, also the default names of rules

@@ -430,6 +430,7 @@ _OF_SETS = ("target", "scheme", "by_class", "confidence")
 _OF_OUTLIERS = ("target", "by", "confidence")
 _OF_ACCEPTANCE = ("target", "confidence")
 _OF_CLASS = ("target", "class", "confidence")
+_OF_COSTS = ("confidence",)
 _OF_HALVES = ("floor_undefined", "floor_n")
 
 # fmt: off
@@ -708,6 +709,21 @@ SCORES = {
         title="recall", place=51, digits=3, higher_is_better=True, is_shown=True,
         definition="The share of the examples of a class that a rule of calibrate flags.",
         told_by=("rule",), facts=_OF_CLASS, is_of_rule=True,
+    ),
+    "decision_cost": Score(
+        title="cost", place=52, higher_is_better=False, is_shown=True,
+        definition="The mean cost of the decisions of a rule of calibrate.",
+        told_by=("rule",), facts=_OF_COSTS, is_of_rule=True,
+    ),
+    "expected_cost": Score(
+        title="expected cost", place=53, higher_is_better=False,
+        definition="The mean cost of the decisions of a rule of calibrate that the probabilities expect.",
+        told_by=("rule",), facts=_OF_COSTS, is_of_rule=True,
+    ),
+    "argmax_cost": Score(
+        title="argmax cost", place=54, higher_is_better=False,
+        definition="The mean cost, by a rule of calibrate, of always deciding for the most probable class.",
+        told_by=("rule",), facts=_OF_COSTS, is_of_rule=True,
     ),
 }
 # fmt: on

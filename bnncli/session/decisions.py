@@ -10,7 +10,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import DecisionFile, read_decision
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.evaluation.decisions import OOD, PRECISION, RECALL, RISK, SETS, SHIFT
+from bnncli.evaluation.decisions import COSTS, OOD, PRECISION, RECALL, RISK, SETS, SHIFT
 from bnncli.evaluation.statistics import ScoreGroup
 from bnncli.session.predictions import PredictionGroup, open_groups
 from bnncli.session.recommendation import open_recommendation
@@ -31,6 +31,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     SETS: ("set_coverage", "worst_class_coverage", "set_size", "empty_sets", "singleton_sets"),
     RISK: ("acceptance", "selective_risk"),
     **dict.fromkeys((PRECISION, RECALL), ("flagged", "flag_precision", "flag_recall")),
+    COSTS: ("decision_cost", "expected_cost", "argmax_cost"),
     OOD: ("false_alarm_rate",),
     SHIFT: ("shift_p",),
 }
@@ -39,6 +40,7 @@ _ASKED_BY: dict[str, dict[str, object]] = {
     RISK: {"risk": 0.02},
     PRECISION: {"precision": 0.9},
     RECALL: {"recall": 0.9},
+    COSTS: {"costs": "costs.csv"},
     OOD: {"false_alarm": 0.05},
     SHIFT: {"shift_level": 0.05},
 }
@@ -146,7 +148,9 @@ def identify_rule(decision: DecisionFile) -> dict[str, Any]:
     """Return the fields that identify the rule in its score rows."""
     meta, settings = decision.header.meta, decision.header.meta["settings"]
     kind = meta["rule"]
-    found: dict[str, Any] = {"rule": decision.name, "target": settings[_TARGET[kind]]}
+    found: dict[str, Any] = {"rule": decision.name}
+    if kind in _TARGET:
+        found["target"] = settings[_TARGET[kind]]
     if kind == SETS:
         found |= {"scheme": settings["sets"], "by_class": settings["class_conditional"]}
     if kind in (PRECISION, RECALL):
@@ -226,7 +230,7 @@ def _groups(
 ) -> list[ScoreGroup]:
     """Return the scores of a rule, except the shift alarm."""
     from bnncli.evaluation import decisions
-    from bnncli.evaluation.decisions import AcceptanceRule, ClassRule, OutlierRule, SetRule
+    from bnncli.evaluation.decisions import AcceptanceRule, ClassRule, CostRule, OutlierRule, SetRule
 
     rule, file = decision.rule, split.file
     if isinstance(rule, SetRule):
@@ -238,6 +242,8 @@ def _groups(
         labels = split.examples.labels
         is_positive = None if labels is None else labels == rule.of_class
         return decisions.class_scores(rule.flags(file.probs), is_positive, choices)
+    if isinstance(rule, CostRule):
+        return decisions.cost_scores(rule, file.probs, split.examples.labels, file.classes, choices)
     assert isinstance(rule, OutlierRule)
     is_outlier = rule.is_outlier(scores_of(split, choices["by"]))
     return decisions.alarm_scores(is_outlier, choices, is_ood=is_ood)

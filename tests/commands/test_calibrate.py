@@ -277,6 +277,75 @@ def test_precision_and_recall_of_a_class_are_in_the_table_and_the_scores(cli: Cl
     assert flags["recall"].sum() < flags["wide_recall"].sum()
 
 
+def test_decisions_of_least_cost_are_in_the_table_and_judged(cli: Cli, run: Path) -> None:
+    matrix = {"2": (4, 4, 0, 0.5), "0": (0, 1, 1, 0.5), "1": (1, 0, 1, 0.5)}
+    file, names = run.with_name("costs.csv"), ("0", "1", "2", "=later")
+    lines = [("true", *names), *((name, *costs) for name, costs in matrix.items())]
+    file.write_text("\n".join(",".join(map(str, line)) for line in lines))
+    cli("calibrate", run, "--sets", "lac", "--coverage", 0.8).expect(0)
+    for action in ("computed", "up_to_date"):
+        done = cli("calibrate", run, "--costs", file, "--json").expect(0)
+        assert done.json["action"] == action
+    (told,) = done.json["rules"]
+    table = run.with_name("t.csv")
+    predict = ("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "test")
+    (shares,) = [
+        one["decided"] for one in cli(*predict, "--table", table, "--json").json["decisions"] if one["kind"] == "costs"
+    ]
+    scored = cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 0, "--json").json["rows"]
+    folder = run.with_name("small.bnn") / "predictions" / "laplace.mc"
+    costs = np.array([matrix[name] for name in ("0", "1", "2")])
+    for split in ("calib", "test"):
+        content = read_predictions(folder / f"{split}.h5")
+        probs, labels = np.asarray(content.probs, dtype=np.float64), content.labels
+        assert labels is not None
+        decided = (probs[:, :, None] * costs).sum(axis=1).argmin(axis=1)
+        mean, plain = costs[labels, decided].mean(), costs[labels, probs.argmax(axis=1)].mean()
+        if split == "calib":
+            best = costs[labels].mean(axis=0)
+            assert (told["cost"], told["argmax"]["cost"]) == (pytest.approx(mean), pytest.approx(plain))
+            assert told["constant"]["decision"] == names[best.argmin()]
+            assert told["constant"]["saving"] == pytest.approx(best.min() - mean)
+            assert told["cost_interval"][0] < mean < told["cost_interval"][1]
+            continue
+        (row,) = [one for one in scored if one["split"] == "test"]
+        values = {m["name"]: m["value"] for m in row["metrics"] if m.get("rule") == "costs"}
+        assert (values["decision_cost"], values["argmax_cost"]) == (pytest.approx(mean), pytest.approx(plain))
+        with open(table, newline="") as stream:
+            found = [one["decision"] for one in csv.DictReader(stream)]
+        assert found == [f"'{names[k]}" if k == 3 else names[k] for k in decided]
+        assert shares == {name: pytest.approx((decided == k).mean()) for k, name in enumerate(names)}
+    cli(*predict, "--table", table.with_suffix(".npz")).expect(0)
+    with np.load(table.with_suffix(".npz")) as columns:
+        assert columns["decision"].tolist() == [names[k] for k in decided]
+    cli(*predict, "--split", "calib", "--table", table).expect(0)  # to which the rule does not apply
+    with open(table, newline="") as stream:
+        assert {one["decision"] for one in csv.DictReader(stream) if one["split"] == "calib"} == {""}
+    file.write_text(file.read_text().replace("0.5", "0.4"))
+    cli("calibrate", run, "--costs", file).expect(73, "already exists with other options")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a first line with different names"),
+        ("true,a,a\n0,1,2", "expected a first line with different names"),
+        ("true,a,b\n0,1,2\n1,1,2", "has no line for 2"),
+        ("true,a,b\n0,1,2\n7,1,2", "line 3 is for '7', which is no class of the run (classes: 0, 1, 2)"),
+        ("true,a,b\n0,1,2\n0,1,2", "line 3 is for '0', twice"),
+        ("true,a,b\n0,1", "line 2: expected 2 finite costs; got 1"),
+        ("true,a,b\n0,1,nan", "line 2: expected 2 finite costs; got 1, nan"),
+        ("true,a,b\n0,1,x", "line 2: could not convert string to float: 'x'"),
+    ],
+)
+def test_costs_that_are_no_matrix_for_the_classes_are_refused(cli: Cli, run: Path, text: str, message: str) -> None:
+    file = run.with_name("costs.csv")
+    file.write_text(text)
+    cli("calibrate", run, "--costs", file).expect(65, message)
+    file.unlink()
+    cli("calibrate", run, "--costs", file).expect(66, "no such file")
+
+
 def test_the_class_of_two_is_the_second_and_a_precision_that_cannot_be_shown_exits_3(
     cli: Cli, run: Path, tmp_path: Path
 ) -> None:

@@ -436,14 +436,17 @@ def test_rules_that_a_file_cannot_have_are_refused(cli: Cli, small_run: Path) ->
     cli(*words, "absent").expect(66)
 
 
-def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(cli: Cli, small_run: Path) -> None:
+def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(
+    cli: Cli, small_run: Path, tmp_path: Path
+) -> None:
     asked = ("--posterior", "laplace", "--integrator", "probit")
     cli("predict", small_run, *asked).expect(0)
     rules = ("--sets", "lac", "--coverage", "0.8", "--false-alarm", "0.2", "--risk", "0.6", "--confidence", "0.8")
-    rules = (*rules, "--recall", "0.5", "--class", "1")
+    rules = (*rules, "--recall", "0.5", "--class", "1", "--costs", tmp_path / "costs.csv")
+    (tmp_path / "costs.csv").write_text("true,keep,drop\n0,0,1\n1,2,0\n2,2,0\n")
     fit = cli("calibrate", small_run, *asked, "--split", "test", *rules)
     assert fit.code in (0, 3), fit.stderr
-    decided = [word for name in ("sets", "ood", "risk", "recall") for word in ("--decide", name)]
+    decided = [word for name in ("sets", "ood", "risk", "recall", "costs") for word in ("--decide", name)]
     done = cli("export", small_run, *asked, *TORCH, *decided).expect(0)
     path = folder_of(small_run) / "exports" / "laplace.probit.safetensors"
     about, found = read_header(path).meta["decisions"], loaded(path)(features_of(small_run, "val"))
@@ -466,6 +469,9 @@ def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(cli: 
     is_flagged = found["probs"].numpy()[:, about["recall"]["class_index"]] >= about["recall"]["flag_from"]
     assert (is_flagged == flags.flags(probs)).mean() >= 0.98
     assert 0 < is_flagged.mean() < 1
+    decided = (found["probs"].numpy() @ np.array(about["costs"]["costs"])).argmin(axis=1)
+    assert (decided == read_decision(folder / "costs.safetensors").rule.decide(probs)[0]).mean() >= 0.98  # type: ignore[union-attr]
+    assert about["costs"]["decisions"] == ["keep", "drop"]
     assert "recall: flags a probability of 1 of at least" in done.stderr
     assert (about["ood"]["false_alarm"], about["risk"]["risk"], about["sets"]["coverage"]) == (0.2, 0.6, 0.8)
     assert "marks an outlier, with 20.0% false alarms" in done.stderr

@@ -16,6 +16,7 @@ from scipy import special, stats
 from bnncli.evaluation import decisions
 from bnncli.evaluation.decisions import (
     SMALLEST_P,
+    CostRule,
     SetRule,
     SetScore,
     ShiftRule,
@@ -32,6 +33,7 @@ from bnncli.evaluation.decisions import (
     fit_thresholds,
     kolmogorov_smirnov_distance,
     label_ranks,
+    mean_interval,
     min_accepted,
     min_scores_for_coverage,
     min_scores_for_rate,
@@ -173,6 +175,38 @@ def test_a_pool_of_rare_classes_has_the_coverage_together() -> None:
         coverage, own = np.minimum(1, thresholds / scale), pooled or [3]
         found.append(float(shares[own] @ coverage[own] / shares[own].sum()))
     assert np.mean(found) >= 0.9 - 3 * np.std(found) / repeats**0.5
+
+
+LOSSES = {
+    "rare": lambda generator, shape: 5.0 * (generator.random(shape) < 0.02),
+    "skewed": lambda generator, shape: 5 * generator.beta(0.3, 2.0, size=shape),
+    "two": lambda generator, shape: generator.choice([0.0, 5.0], size=shape),
+}
+
+
+@pytest.mark.parametrize(("kind", "mean"), [("rare", 0.1), ("skewed", 5 * 0.3 / 2.3), ("two", 2.5)])
+def test_the_interval_of_a_mean_cost_misses_it_no_more_often_than_is_said(kind: str, mean: float) -> None:
+    generator, repeats, widths, missed = np.random.default_rng(12), 300, [], 0
+    for values in LOSSES[kind](generator, (repeats, 300)):
+        low, high = mean_interval(values, (0.0, 5.0), 0.9)
+        assert low <= values.mean() * (1 + 1e-9) <= high * (1 + 2e-9)
+        missed += not low <= mean <= high
+        widths.append(high - low)
+    assert is_rarely(missed, repeats, 0.1)
+    hoeffding = 2 * 5 * (np.log(2 / 0.1) / (2 * 300)) ** 0.5
+    assert np.mean(widths) < hoeffding * (1.05 if kind == "two" else 0.75)
+    assert mean_interval(np.full(9, 2.0), (2.0, 2.0), 0.9) == (2.0, 2.0)
+
+
+def test_decisions_have_the_least_expected_cost() -> None:
+    costs = np.array([[0, 1, 0.3], [10, 0, 0.3]])
+    probs = np.array([[0.999, 0.001], [0.95, 0.05], [0.2, 0.8], [0.5, 0.5]], dtype=np.float32)
+    rule = CostRule(costs, ("a", "b", "abstain"))
+    decided, expected = rule.decide(probs)
+    assert decided.tolist() == [0, 2, 1, 2]
+    assert expected == pytest.approx([0.01, 0.3, 0.2, 0.3], rel=1e-4)
+    assert rule.of_classes(["b", "a"]).tolist() == [1, 0]  # type: ignore[union-attr]
+    assert rule.of_classes(["a", "c"]) is None
 
 
 def rare_positives(generator: np.random.Generator, count: int) -> tuple[NDArray, NDArray]:

@@ -19,7 +19,7 @@ from bnncli.artifacts.posteriors import DecisionFile, write_tensors
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import Inputs, InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.evaluation.decisions import AcceptanceRule, ClassRule, OutlierRule, SetRule
+from bnncli.evaluation.decisions import AcceptanceRule, ClassRule, CostRule, OutlierRule, SetRule
 from bnncli.evaluation.detectors import DEFAULT_SCORE
 from bnncli.evaluation.recommendation import score_predictive
 from bnncli.export import MARK
@@ -111,7 +111,7 @@ def _explain_refusal(decision: DecisionFile, score: str) -> str | None:
     if isinstance(rule, OutlierRule):
         own = decision.header.meta["settings"]["score"]
         return None if own == score else f"uses {own}, but ood_score is {score}; add \0score\0 {own}"
-    is_of_example = isinstance(rule, AcceptanceRule | ClassRule)
+    is_of_example = isinstance(rule, AcceptanceRule | ClassRule | CostRule)
     return None if is_of_example else "applies to whole batches, which an exported file does not see"
 
 
@@ -593,6 +593,8 @@ def describe_decision(decision: DecisionFile) -> dict[str, Any]:
     if isinstance(rule, ClassRule):
         found |= {"output": "probs", "class": settings["class"], "class_index": rule.of_class}
         return {**found, "flag_from": rule.threshold, decision.kind: settings[decision.kind]}
+    if isinstance(rule, CostRule):
+        return {**found, "output": "probs", "decisions": list(rule.names), "costs": rule.costs.tolist()}
     assert isinstance(rule, AcceptanceRule)
     least = None if rule.most_doubt is None else 1 - rule.most_doubt
     return {**found, "output": "probs", "accept_largest_from": least, "risk": settings["risk"]}
@@ -697,6 +699,10 @@ def format_summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[
             least = rule["flag_from"]
             said = "nothing" if least is None else f"a probability of {rule['class']} of at least {least:.6g}"
             lines.append(f"{name}: flags {said}, with a {rule['kind']} of {percent(rule[rule['kind']])}")
+        if "costs" in rule:
+            lines.append(
+                f"{name}: decides for the least of probs times the costs in the header: {', '.join(rule['decisions'])}"
+            )
         if rule["kind"] == "risk":
             least = rule["accept_largest_from"]
             said = (

@@ -26,6 +26,7 @@ from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.decisions import (
+    COSTS,
     KINDS,
     OOD,
     PRECISION,
@@ -35,6 +36,7 @@ from bnncli.evaluation.decisions import (
     SHIFT,
     AcceptanceRule,
     ClassRule,
+    CostRule,
     OutlierRule,
     SetRule,
     ShiftRule,
@@ -79,7 +81,7 @@ class SplitDecisions:
 
     @cached_property
     def vectors(self) -> dict[str, Array]:
-        """Return the decisions (N,) of each rule: zeros and ones or, for sets, their sizes."""
+        """Return the decisions (N,) of each rule: zeros and ones, sizes of sets, or indices of decisions."""
         found: dict[str, Array] = {}
         for decision in self.decisions:
             rule = decision.rule
@@ -90,6 +92,8 @@ class SplitDecisions:
                 found[decision.name] = rule.accepts(self.split.examples.confidence).astype(np.int64)
             elif isinstance(rule, ClassRule):
                 found[decision.name] = rule.flags(self.split.file.probs).astype(np.int64)
+            elif isinstance(rule, CostRule):
+                found[decision.name] = rule.decide(self.split.file.probs)[0]
             elif isinstance(rule, OutlierRule):
                 found[decision.name] = rule.is_outlier(self._scores(decision)).astype(np.int64)
         return found
@@ -104,7 +108,10 @@ class SplitDecisions:
                 sets = rule.sets(probs, None if uniform is None else uniform[rows])
                 found[titles[0]] = sets.astype(np.int8)
             if titles:
-                found[titles[-1]] = self.vectors[decision.name][rows]
+                own = self.vectors[decision.name][rows]
+                if isinstance(rule, CostRule):
+                    own = np.array([name.encode() for name in rule.names])[own]
+                found[titles[-1]] = own
         return found
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -123,6 +130,9 @@ class SplitDecisions:
                 parts.append(f"{describe_shift(result)}{own}")
             elif "mean_size" in result:
                 parts.append(f"mean set size {result['mean_size']:.3g}{own}")
+            elif "decided" in result:
+                shares = (f"{name} {percent(share)}" for name, share in result["decided"].items())
+                parts.append(f"decided {', '.join(shares)}{own}")
             else:
                 ((key, share),) = result.items()
                 word = f"{decision.kind} flags" if key == "flagged" else _WORDS[key]
@@ -134,6 +144,11 @@ class SplitDecisions:
         if isinstance(rule, ShiftRule):
             p_value = rule.p_value(self._scores(decision))
             return {"p_value": p_value, "is_alarm": p_value is not None and p_value <= rule.level}
+        if isinstance(rule, CostRule):
+            counts = np.bincount(self.vectors[decision.name], minlength=len(rule.names))
+            return {
+                "decided": {name: int(count) / size for name, count in zip(rule.names, counts, strict=True) if count}
+            }
         mean = float(self.vectors[decision.name].sum() / size)
         return {_RESULTS[decision.kind]: mean}
 
@@ -280,16 +295,20 @@ class RuleColumns:
     Args:
         names: all columns.
         sets: those that hold prediction sets.
+        texts: those that hold names of decisions.
     """
 
     names: tuple[str, ...]
     sets: frozenset[str]
+    texts: frozenset[str]
 
     def of_rows(self, decided: SplitDecisions, probs: Array, rows: slice) -> dict[str, Array]:
-        """Return all columns for some rows of a file, with -1 for rules that it lacks."""
+        """Return all columns for some rows of a file, with -1, or no text, for rules that it lacks."""
         found = decided.columns(probs, rows)
         missing = {
-            name: np.full(probs.shape if name in self.sets else len(probs), _MISSING, dtype=np.int64)
+            name: np.full(len(probs), b"")
+            if name in self.texts
+            else np.full(probs.shape if name in self.sets else len(probs), _MISSING, dtype=np.int64)
             for name in self.names
             if name not in found
         }
@@ -411,11 +430,12 @@ def list_columns(decided: Sequence[SplitDecisions]) -> RuleColumns:
     """Return the columns of all rules of these files."""
     titled = [(_titles(one.name, one.kind), one.kind) for own in decided for one in own.decisions]
     names = tuple(dict.fromkeys(title for titles, _ in titled for title in titles))
-    return RuleColumns(names, frozenset(titles[0] for titles, kind in titled if kind == SETS))
+    sets, texts = (frozenset(titles[0] for titles, kind in titled if kind == of) for of in (SETS, COSTS))
+    return RuleColumns(names, sets, texts)
 
 
 _TITLES = {
-    SETS: ("set", "set_size"), RISK: ("accept",), PRECISION: ("precision_flag",), RECALL: ("recall_flag",),
+    SETS: ("set", "set_size"), RISK: ("accept",), PRECISION: ("precision_flag",), RECALL: ("recall_flag",), COSTS: ("decision",),
     OOD: ("ood",), SHIFT: (),
 }  # fmt: skip
 

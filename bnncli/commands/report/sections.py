@@ -30,7 +30,7 @@ from bnncli.evaluation.curves import (
     roc_curve,
     standardised_distances,
 )
-from bnncli.evaluation.decisions import KINDS, OOD, PRECISION, RECALL, RISK, SETS
+from bnncli.evaluation.decisions import COSTS, KINDS, OOD, PRECISION, RECALL, RISK, SETS
 from bnncli.evaluation.scores import all_scores
 from bnncli.evaluation.statistics import Row
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, DENSITIES, GOOD_ESS, POINTS
@@ -297,6 +297,8 @@ def _describe_guarantee(rule: DecisionFile) -> str:
         return f"at most {percent(settings['risk'], 'g')} wrong{of_splits}"
     if rule.kind in (PRECISION, RECALL):
         return f"{rule.kind} for {settings['class']} of at least {percent(settings[rule.kind], 'g')}{of_splits}"
+    if rule.kind == COSTS:
+        return f"least expected cost of {len(settings['decisions'])} decisions"
     if rule.kind == OOD:
         return f"at most {percent(settings['false_alarm'], 'g')} false alarms{of_splits}"
     return f"at most {percent(settings['shift_level'], 'g')} false alarms for batches"
