@@ -391,6 +391,7 @@ LINES = (
     Line("calibrate sure --recall 0.7 --precision 0.6 --class 1 --confidence 0.8", SOLVED),
     Line("calibrate sure --recall 0.7"),
     Line("calibrate sure --costs costs.csv", SOLVED),
+    Line("calibrate sure --sets lac --shifted-to far --name far"),
     Line("calibrate sure --sets lac --coverage 0.99 --name fine"),
     Line("calibrate sure --sets lac --split val"),
     Line("calibrate sure"),

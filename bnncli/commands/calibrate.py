@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND, write_decision
@@ -40,12 +41,14 @@ from bnncli.evaluation.decisions import (
     fit_precision,
     fit_recall,
     fit_thresholds,
+    fit_weighted_threshold,
     mean_interval,
     min_accepted,
     min_scores_for_coverage,
     min_scores_for_rate,
     pool_rare_classes,
 )
+from bnncli.evaluation.density_ratio import estimate_ratio
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.names import percent
 from bnncli.numerics.digests import json_sha256
@@ -64,6 +67,7 @@ from bnncli.session.splits import fresh_split, require_unused
 DEFAULT_CONFIDENCE = 0.95  # that the risk is below its bound, or the precision or recall above it
 OF_LABELS = (SETS, RISK, PRECISION, RECALL, COSTS)  # rules that need labels of mutually exclusive classes
 RULE_OPTIONS = ("sets", "risk", "precision", "recall", "costs", "false_alarm", "shift_level")  # each asks for one rule
+FEWEST_WEIGHTED = 50  # examples of each split, and effective ones, for a threshold with weights
 TUNING_SHARE = 0.2  # of the calibration examples, to tune the regularisation of raps
 
 
@@ -112,6 +116,15 @@ class CalibrateOptions(CheckedOptions):
         False,
         "Guarantee the coverage for each class separately. Classes with too few examples share one threshold.",
         group="Prediction sets",
+    )
+    shifted_to: str | None = option(
+        None,
+        "Guarantee the coverage on this split of the run, whose inputs have shifted and need no labels. It holds only "
+        "if the density ratio, which a classifier on the features estimates, is right.",
+        metavar="SPLIT",
+        numeric=False,
+        group="Prediction sets",
+        is_rare=True,
     )
     nonempty: bool = option(
         False,
@@ -208,6 +221,8 @@ class CalibrateOptions(CheckedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_split_name(self.split, "\0split\0")
+        if self.shifted_to is not None:
+            check_split_name(self.shifted_to, "\0shifted_to\0")
         for name in ("coverage", "risk", "precision", "recall", "false_alarm", "shift_level", "confidence"):
             if getattr(self, name) in (0, 1):
                 raise UsageError(f"\0{name}\0: expected a number between 0 and 1; got {getattr(self, name):g}")
@@ -220,13 +235,19 @@ class CalibrateOptions(CheckedOptions):
                 "\0shift_level\0",
                 hint="add \0sets\0 lac \0coverage\0 0.9",
             )
-        of_sets = {name: getattr(self, name) for name in ("class_conditional", "nonempty", "nonrandomized")}
+        names = ("class_conditional", "nonempty", "nonrandomized", "shifted_to")
+        of_sets = {name: getattr(self, name) for name in names}
         of_raps = {"raps_penalty": self.raps_penalty, "raps_rank": self.raps_rank}
         for name, value in {**of_sets, **of_raps}.items():
             if value not in (None, False) and self.sets is None:
                 raise UsageError(
                     f"\0{name}\0 applies to prediction sets: add \0sets\0 {RAPS if name in of_raps else 'aps'}"
                 )
+        if self.shifted_to is not None and (self.class_conditional or self.confidence is not None):
+            other = "class_conditional" if self.class_conditional else "confidence"
+            raise UsageError(f"\0shifted_to\0 and \0{other}\0 exclude each other: the coverage holds on average")
+        if self.shifted_to == self.split:
+            raise UsageError(f"\0shifted_to\0 {self.shifted_to}: expected another split than that of \0split\0")
         if self.class_ is not None and self.precision is None and self.recall is None:
             raise UsageError("\0class_\0 applies to one class: add \0precision\0 or \0recall\0")
         if self.nonrandomized and self.sets == LAC:
@@ -255,7 +276,7 @@ class CalibrateOptions(CheckedOptions):
     def settings(self, kind: str, seed: int) -> dict[str, object]:
         """Return the settings of a rule, which its file records and which identify a request."""
         if kind == SETS:
-            is_seeded = self.is_tuned or not (self.sets == LAC or self.nonrandomized)
+            is_seeded = self.is_tuned or self.shifted_to is not None or not (self.sets == LAC or self.nonrandomized)
             regularised = {"penalty": self.raps_penalty, "free_ranks": self.raps_rank} if self.sets == RAPS else {}
             return {
                 "sets": self.sets,
@@ -266,6 +287,7 @@ class CalibrateOptions(CheckedOptions):
                 "confidence": self.confidence,
                 "seed": seed if is_seeded else None,
                 **regularised,
+                **({} if self.shifted_to is None else {"shifted_to": self.shifted_to}),
             }
         if kind == RISK:
             return {"risk": self.risk, "confidence": self.confidence or DEFAULT_CONFIDENCE}
@@ -343,7 +365,10 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
         settings |= {"costs": f"sha256:{json_sha256(costs.costs.tolist())}", "decisions": list(costs.names)}
     named = run.folder.decision(group.name, run.naming.name or kind)
     target = Path(run.naming.out) if run.naming.out else named
-    source = Source(f"predictions.{options.split}", header.path, header.content_digest)
+    sources = [Source(f"predictions.{options.split}", header.path, header.content_digest)]
+    if kind == SETS and options.shifted_to is not None:
+        paths = [run.folder.features(name) for name in (options.split, options.shifted_to)]
+        sources += [_find_features(run, path) for path in paths]
     checkpoint = header.provenance.get("checkpoint")
     if kind in OF_LABELS and not header.meta.get("is_labeled"):
         message = f"split {options.split!r} has no labels; {kind} needs them"
@@ -354,13 +379,15 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
         f"{RULE_KIND}.{group.name}.{target.stem}",
         {"rule": kind, **settings},
         _revisions.CALIBRATE,
-        [source],
+        sources,
         checkpoint,
         lambda: 8 * int(header.meta["num_examples"]) + (1 << 12),
     )
 
     def compute() -> ComputationOutput:
-        rule, classes, metrics = fit_rule(header, kind, settings, is_tuned=options.is_tuned, costs=costs)
+        rule, classes, metrics = fit_rule(
+            header, kind, settings, is_tuned=options.is_tuned, costs=costs, features=[one.path for one in sources[1:]]
+        )
         names = ("posterior", "integrator", "split", "num_examples")
         meta = {name: header.meta[name] for name in names} | {"variant": group.variant, "rule": kind}
         meta |= {"classes": classes, "settings": settings, "maker": maker_of(header), "metrics": metrics}
@@ -431,12 +458,19 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def fit_rule(
-    header: Header, kind: str, settings: Mapping[str, Any], *, is_tuned: bool, costs: CostRule | None = None
+    header: Header,
+    kind: str,
+    settings: Mapping[str, Any],
+    *,
+    is_tuned: bool,
+    costs: CostRule | None = None,
+    features: Sequence[Path] = (),
 ) -> tuple[Rule, list[str], dict[str, Any]]:
     """Fit a rule. Return it with its classes and the metrics of the fit.
 
     Args:
         costs: the rule itself if the kind is costs, which only needs to be judged.
+        features: files of the split and of the one it has shifted to, if any.
 
     Raises:
         DataError: too few examples for the level, several labels per example, or an unknown score.
@@ -448,7 +482,7 @@ def fit_rule(
         )
         raise DataError(message, code="several_labels", path=header.path)
     if kind == SETS:
-        rule, metrics = _fit_sets(split, settings, is_tuned=is_tuned)
+        rule, metrics = _fit_sets(split, settings, is_tuned=is_tuned, features=features)
     elif kind == RISK:
         rule, metrics = _fit_acceptance(split, settings)
     elif kind in (PRECISION, RECALL):
@@ -467,7 +501,7 @@ def fit_rule(
 Fit = tuple[Rule, dict[str, Any]]
 
 
-def _fit_sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool) -> Fit:
+def _fit_sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool, features: Sequence[Path]) -> Fit:
     probs, labels = split.file.probs, split.examples.labels
     assert labels is not None
     coverage, num_classes = settings["coverage"], probs.shape[1]
@@ -487,20 +521,70 @@ def _fit_sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: b
         score = SetScore(settings["sets"], seed)
     own, labels = score.of_labels(probs, labels, uniform)[rows], labels[rows]
     pooled = _pool_classes(split, labels, settings)
-    thresholds = fit_thresholds(
-        own,
-        labels if settings["class_conditional"] else None,
-        coverage,
-        num_classes=num_classes,
-        confidence=settings["confidence"],
-        pooled=pooled,
-    )
-    rule = SetRule(score, thresholds, settings["nonempty"])
     found: dict[str, Any] = {"pooled": [split.file.classes[k] for k in pooled]} if pooled else {}
+    if features:
+        thresholds, shift = _weigh_threshold(split, own, rows, settings, features)
+        found |= shift
+    else:
+        thresholds = fit_thresholds(
+            own,
+            labels if settings["class_conditional"] else None,
+            coverage,
+            num_classes=num_classes,
+            confidence=settings["confidence"],
+            pooled=pooled,
+        )
+    rule = SetRule(score, thresholds, settings["nonempty"])
     if all(sets.all() for _, sets in rule.set_blocks(probs, uniform)):
         found["tied_in_full_sets"] = int((own == thresholds[labels if len(thresholds) > 1 else 0]).sum())
     chosen = {"penalty": score.penalty, "free_ranks": score.free_ranks} if settings["sets"] == "raps" else {}
     return rule, {"num_examples": len(rows), "thresholds": thresholds.tolist(), **chosen, **found}
+
+
+def _weigh_threshold(
+    split: PredictedSplit, scores: np.ndarray, rows: np.ndarray, settings: Mapping[str, Any], paths: Sequence[Path]
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the threshold (1,) for the split that the inputs have shifted to, and numbers of the density ratio."""
+    here, there = (read_features(path) for path in paths)
+    if not np.array_equal(here.sample_id, split.file.sample_id):
+        raise DataError(f"{paths[0]} and the predictions have other examples", code="other_rows", path=paths[0])
+    for one in (here, there):
+        if len(one.features) < FEWEST_WEIGHTED:
+            raise DataError(
+                f"split {one.name!r} has {len(one.features)} examples; \0shifted_to\0 needs at least {FEWEST_WEIGHTED} "
+                "of each split",
+                code="too_few",
+            )
+    ratio = estimate_ratio(np.asarray(here.features)[rows], np.asarray(there.features), seed=settings["seed"])
+    size, coverage = ratio.effective_size, settings["coverage"]
+    least = max(FEWEST_WEIGHTED, min_scores_for_coverage(coverage))
+    threshold = fit_weighted_threshold(scores, ratio.weights, ratio.bound, coverage)
+    if size < least or threshold is None:
+        raise DataError(
+            f"split {split.name!r} is worth {size:.0f} examples of split {there.name!r} (effective sample size, of "
+            f"{len(rows)}); a coverage of {coverage:g} needs at least {least}",
+            code="too_few",
+            hint=f"calibrate on labelled examples like those of {there.name!r}; the shift is too large for weights",
+            path=split.header.path,
+        )
+    return np.array([threshold]), {
+        "effective_size": size,
+        "largest_weight": ratio.bound / float(ratio.weights.mean()),
+        "shift_auroc": ratio.auroc,
+    }
+
+
+def _find_features(run: Run, path: Path) -> Source:
+    """Return the features of a split as a source, if they are there and up to date."""
+    if not path.is_file():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no features of split {path.stem!r} (have: {', '.join(run.folder.splits())})",
+            hint=run.suggest("extract-features", data=f"{path.stem}=KIND:FILE"),
+            path=path,
+        )
+    header = read_header(path)
+    run.use(header)
+    return Source(f"features.{path.stem}", path, header.content_digest)
 
 
 def _count_tuning_rows(split: PredictedSplit) -> int:
@@ -683,6 +767,13 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
             if settings["sets"] == "raps"
             else ""
         )
+        if "shifted_to" in settings:
+            whose = f"of examples like those of split {settings['shifted_to']}"
+            often = (
+                f"{often} if the density ratio of the features is right: effective sample size "
+                f"{metrics['effective_size']:.0f}, largest weight {metrics['largest_weight']:.3g}, AUROC between the "
+                f"splits {metrics['shift_auroc']:.3f}"
+            )
         return (
             f"{settings['sets']} sets contain the class of at least {percent(settings['coverage'], 'g')} {whose}, "
             f"{often} ({shown}{raps}; {count} examples)"

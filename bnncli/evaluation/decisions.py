@@ -229,6 +229,19 @@ def fit_thresholds(
     return np.array(thresholds, dtype=np.float64)
 
 
+def fit_weighted_threshold(scores: NDArray, weights: NDArray, bound: float, coverage: float) -> float | None:
+    """Return the threshold for scores (n,) whose examples have density ratios (n,) to those that are decided on.
+
+    This is weighted conformal prediction (Tibshirani et al. 2019, arXiv:1904.06019, corollary 1). The ratio at the new
+    example enters as `bound`, the largest ratio there is, so one threshold serves all of them and can only be larger.
+    None if the weights are too small for this coverage.
+    """
+    order = np.argsort(scores, kind="stable")
+    reached = np.cumsum(np.asarray(weights, dtype=np.float64)[order])
+    enough = np.flatnonzero(reached >= coverage * (reached[-1] + bound))
+    return float(np.asarray(scores, dtype=np.float64)[order][enough[0]]) if len(enough) else None
+
+
 def choose_regularisation(
     probs: NDArray, labels: NDArray, coverage: float, *, seed: int | None = None, uniform: NDArray | None = None
 ) -> SetScore:

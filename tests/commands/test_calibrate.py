@@ -50,7 +50,7 @@ def run(made: Path, tmp_path: Path, scores_are_rough: None) -> Path:
 
 
 def file_of(run: Path, rule: str, maker: str = "laplace.mc") -> Path:
-    return run.with_name("small.bnn") / "decisions" / maker / f"{rule}.safetensors"
+    return run.with_name(f"{run.name}.bnn") / "decisions" / maker / f"{rule}.safetensors"
 
 
 def test_the_threshold_is_that_of_the_predictions_by_hand(cli: Cli, run: Path) -> None:
@@ -212,8 +212,10 @@ def test_a_risk_that_cannot_be_shown_accepts_nothing_and_exits_3(cli: Cli, run: 
         assert not columns["accept"].any()
 
 
-def unlike_train(cli: Cli, made: Path, folder: Path, labels: np.ndarray, scale: float = 1) -> Path:
-    """A run with other labels in the split that is divided, in which the network predicted; `scale` multiplies its logits."""
+def unlike_train(
+    cli: Cli, made: Path, folder: Path, labels: np.ndarray, scale: float = 1, **others: np.ndarray
+) -> Path:
+    """A run with other labels in the split that is divided, its predictions, and other splits; `scale` multiplies its logits."""
     with np.load(made.with_name("arrays.npz")) as file:
         arrays = dict(file)
     generator, centers = np.random.default_rng(3), arrays["head_weight"] / 2
@@ -223,7 +225,9 @@ def unlike_train(cli: Cli, made: Path, folder: Path, labels: np.ndarray, scale: 
         "head_weight": scale * arrays["head_weight"],
         "head_bias": scale * arrays["head_bias"],
     }
-    run = new_run(cli, folder / "unlike", arrays, "--ood", "far", "--hold-out", "calib=test:200")
+    arrays |= {f"features_{name}": features for name, features in others.items()}
+    words = [word for name in ("far", *others) for word in ("--ood", name)]
+    run = new_run(cli, folder / "unlike", arrays, *words, "--hold-out", "calib=test:200")
     cli("predict", run).expect(0)
     return run
 
@@ -252,6 +256,31 @@ def test_sets_that_saturated_probabilities_fill_are_told(cli: Cli, made: Path, t
     assert "every set contains every class" in done.stderr
     assert "have exactly the threshold's score, which saturated probabilities cause" in done.stderr
     assert "every set" not in cli("calibrate", run, "--sets", "lac", "--coverage", 0.5, "--force").expect(0).stderr
+
+
+@pytest.mark.long
+def test_sets_for_a_split_to_which_the_inputs_have_shifted(cli: Cli, made: Path, tmp_path: Path) -> None:
+    generator = np.random.default_rng(6)
+    labels, shares = generator.integers(3, size=400), np.array([0.7, 0.2, 0.1])
+    with np.load(made.with_name("arrays.npz")) as file:
+        centers = file["head_weight"] / 2
+    near = centers[generator.choice(3, size=300, p=shares)] + generator.normal(size=(300, 5))
+    run = unlike_train(cli, made, tmp_path, labels, near=near.astype(np.float32), few=near[:9].astype(np.float32))
+    asked = ("calibrate", run, "--sets", "lac", "--coverage", 0.8)
+    cli(*asked, "--name", "plain").expect(0)
+    done = cli(*asked, "--shifted-to", "near", "--json").expect(0)
+    (rule,) = done.json["rules"]
+    assert 50 < rule["effective_size"] < 200
+    assert rule["thresholds"] != read_decision(file_of(run, "plain", "map.plug-in")).rule.thresholds.tolist()  # type: ignore[union-attr]
+    assert "if the density ratio of the features is right: effective sample size" in done.stderr
+    assert cli(*asked, "--shifted-to", "near", "--json").json["action"] == "up_to_date"
+    found = read_header(file_of(run, "sets", "map.plug-in"))
+    assert [one["role"] for one in found.inputs] == ["predictions.calib", "features.calib", "features.near"]
+    table = ("--table", run.with_name("t.npz"))
+    cli("predict", run, "--split", "near", *table).expect(0)  # one threshold, so the table needs no features
+    cli(*asked, "--shifted-to", "far", "--name", "far").expect(65, "is worth", "effective sample size")
+    cli(*asked, "--shifted-to", "few", "--name", "few").expect(65, "split 'few' has 9 examples; --shifted-to needs")
+    cli(*asked, "--shifted-to", "none", "--name", "none").expect(66, "has no features of split 'none'")
 
 
 def test_precision_and_recall_of_a_class_are_in_the_table_and_the_scores(cli: Cli, run: Path) -> None:
@@ -455,6 +484,9 @@ def test_a_rule_is_stale_with_its_predictions(cli: Cli, run: Path) -> None:
         (("--class", "1", "--risk", "0.1"), "--class applies to one class: add --precision or --recall"),
         (("--class-conditional", "--risk", "0.1"), "--class-conditional applies to prediction sets: add --sets"),
         (("--sets", "lac", "--nonrandomized"), "lac is not randomised"),
+        (("--risk", "0.1", "--shifted-to", "far"), "--shifted-to applies to prediction sets"),
+        (("--sets", "lac", "--shifted-to", "far", "--confidence", "0.9"), "--shifted-to and --confidence exclude"),
+        (("--sets", "lac", "--shifted-to", "test"), "--shifted-to test: expected another split"),
         (("--sets", "aps", "--raps-rank", "2"), "--raps-rank applies to raps"),
         (("--sets", "raps", "--raps-rank", "2"), "--raps-penalty and --raps-rank go together"),
         (("--sets", "lac", "--coverage", "1"), "--coverage: expected a number between 0 and 1; got 1"),

@@ -31,6 +31,7 @@ from bnncli.evaluation.decisions import (
     fit_precision,
     fit_recall,
     fit_thresholds,
+    fit_weighted_threshold,
     kolmogorov_smirnov_distance,
     label_ranks,
     mean_interval,
@@ -40,6 +41,7 @@ from bnncli.evaluation.decisions import (
     pool_rare_classes,
     set_scores,
 )
+from bnncli.evaluation.density_ratio import effective_size, estimate_ratio
 
 SIZES = (1, 8, 9, 10, 19, 99, 100, 999)
 LEVELS = (0.5, 0.7, 0.9, 0.93, 0.95, 0.99)
@@ -175,6 +177,38 @@ def test_a_pool_of_rare_classes_has_the_coverage_together() -> None:
         coverage, own = np.minimum(1, thresholds / scale), pooled or [3]
         found.append(float(shares[own] @ coverage[own] / shares[own].sum()))
     assert np.mean(found) >= 0.9 - 3 * np.std(found) / repeats**0.5
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_weighted_sets_have_the_coverage_where_the_inputs_have_shifted(is_known: bool) -> None:
+    """Inputs move from N(0, 1) to N(1, 1), where scores are larger; the ratio is exp(x - 1/2), also as a logistic model."""
+    generator, repeats, size = np.random.default_rng(13), 200 if is_known else 12, 500
+    plain, weighted = [], []
+    there = generator.normal(1, 1, size=20_000)
+    others = np.abs(generator.normal(size=len(there))) * np.exp(there / 2)
+    for _ in range(repeats):
+        inputs = generator.normal(size=size)
+        scores = np.abs(generator.normal(size=size)) * np.exp(inputs / 2)
+        if is_known:
+            weights, bound = np.minimum(np.exp(inputs - 0.5), 20), 20.0
+        else:
+            found = estimate_ratio(inputs[:, None], generator.normal(1, 1, size=(size, 1)), seed=1)
+            weights, bound = found.weights, found.bound
+            assert np.corrcoef(np.log(weights), inputs)[0, 1] > 0.95
+            assert found.auroc == pytest.approx(stats.norm.cdf(1 / 2**0.5), abs=0.05)
+        threshold = fit_weighted_threshold(scores, weights, bound, 0.9)
+        weighted.append(float(np.mean(others <= threshold)))
+        plain.append(float(np.mean(others <= fit_thresholds(scores, None, 0.9, num_classes=1)[0])))
+    error = 3 * np.std(weighted) / repeats**0.5
+    assert 0.9 - error <= np.mean(weighted) <= 0.95 + error
+    assert np.mean(plain) < 0.85
+
+
+def test_equal_weights_give_the_threshold_without_weights() -> None:
+    scores = np.random.default_rng(14).random(199)
+    assert fit_weighted_threshold(scores, np.ones(199), 1.0, 0.9) == fit_thresholds(scores, None, 0.9, num_classes=1)[0]
+    assert fit_weighted_threshold(scores[:8], np.ones(8), 1.0, 0.9) is None
+    assert effective_size(np.array([1.0, 1.0, 2.0])) == pytest.approx(16 / 6)
 
 
 LOSSES = {

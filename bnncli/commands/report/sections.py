@@ -292,6 +292,7 @@ def _describe_guarantee(rule: DecisionFile) -> str:
     of_splits = "" if sure is None else f" ({percent(sure, 'g')} sure)"
     if rule.kind == SETS:
         whose = " of each class" if settings["class_conditional"] else ""
+        whose = f" on {settings['shifted_to']}" if "shifted_to" in settings else whose
         return f"{settings['sets']}: {percent(settings['coverage'], 'g')} covered{whose}{of_splits}"
     if rule.kind == RISK:
         return f"at most {percent(settings['risk'], 'g')} wrong{of_splits}"
