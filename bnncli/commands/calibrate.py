@@ -16,7 +16,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND, write_decision
 from bnncli.artifacts.predictions import list_arrays
 from bnncli.artifacts.provenance import Source
-from bnncli.errors import BnnError, CheckFailed, DataError, UsageError
+from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
 from bnncli.evaluation import detectors
 from bnncli.evaluation.decisions import (
     COSTS,

@@ -1,0 +1,177 @@
+"""A small language model that answers closed questions of a known Bayes rate: its posteriors beside one temperature and an ensemble.
+
+The prompts are random sequences of words; the answer, one of four letters, is drawn from a softmax of the words' hidden scores, so the
+best possible NLL is known. Three models (2 layers of Llama's architecture, random start) are trained on the same few prompts by Adam
+until they have memorised them. Prompts of words in an order that never occurs in training, sorted, are the unusual ones.
+
+    python benchmarks/language_models.py --out language-models.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from scipy import optimize
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from bnncli.artifacts.files import read_metrics
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.cli.execute import run_command_line
+
+LETTERS = ("A", "B", "C", "D")
+WORDS = tuple(f"w{k}" for k in range(40))
+LENGTH = 8
+SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def make_questions(count: int, scores: NDArray, generator: np.random.Generator) -> tuple[NDArray, NDArray, NDArray]:
+    """Return words (N, LENGTH), answers (N,) and the probabilities (N, 4) that they are drawn from."""
+    words = generator.integers(len(WORDS), size=(count, LENGTH))
+    logits = scores[words].sum(axis=1)
+    probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probs /= probs.sum(axis=1, keepdims=True)
+    answers = (generator.random((count, 1)) > probs.cumsum(axis=1)).sum(axis=1).clip(max=3)
+    return words, answers, probs
+
+
+def write_questions(path: Path, words: NDArray, answers: NDArray) -> None:
+    """Write the questions as JSON lines."""
+    rows = (
+        {"prompt": " ".join(WORDS[k] for k in row), "answer": LETTERS[answer]}
+        for row, answer in zip(words, answers, strict=True)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train_model(folder: Path, words: NDArray, answers: NDArray, *, epochs: int, seed: int) -> None:
+    """Train a model on the answers after the prompts, and save it with its tokenizer."""
+    vocabulary = {name: index for index, name in enumerate((*SPECIAL, *LETTERS, *WORDS))}
+    own = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>", eos_token="</s>")
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    network = transformers.LlamaForCausalLM(config).train()
+    inputs = torch.from_numpy(words + len(SPECIAL) + len(LETTERS))
+    targets = torch.from_numpy(answers + len(SPECIAL))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(inputs)).split(64):
+            logits = network(input_ids=inputs[rows]).logits[:, -1]
+            loss = torch.nn.functional.cross_entropy(logits, targets[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def run(line: str) -> None:
+    """Run a command of bnncli."""
+    if (code := run_command_line([*shlex.split(line), "--quiet"], io.StringIO())) != 0:
+        raise SystemExit(f"bnncli {line}: exit code {code}")
+
+
+def measure(folder: Path, num_train: int, epochs: int) -> dict[str, Any]:
+    """Train, fit, predict and return the scores on test by posterior."""
+    generator = np.random.default_rng(0)
+    scores = 0.7 * generator.normal(size=(len(WORDS), len(LETTERS)))
+    made = {
+        name: make_questions(size, scores, generator)
+        for name, size in (("train", num_train), ("val", 500), ("test", 4000))
+    }
+    for name, (words, answers, _) in made.items():
+        write_questions(folder / f"{name}.jsonl", words, answers)
+    words, answers, probs = made["test"]
+    write_questions(folder / "sorted.jsonl", np.sort(words, axis=1), answers)
+    bayes = float(-np.log(probs[np.arange(len(answers)), answers]).mean())
+    data = " ".join(f"--data {name}=jsonl:{folder / name}.jsonl:text=prompt,label=answer" for name in made)
+    ood = f"--ood sorted=jsonl:{folder / 'sorted'}.jsonl:text=prompt,label="
+    runs = [folder / f"quiz-{seed}" for seed in range(3)]
+    for seed, one in enumerate(runs):
+        train_model(folder / f"model-{seed}", *made["train"][:2], epochs=epochs, seed=seed)
+        run(
+            f"extract-features {one} --model hf:{folder / f'model-{seed}'} --model-arg answers={','.join(LETTERS)} {data} {ood}"
+        )
+    first = runs[0]
+    for line in ("fit-temperature", "fit-calibration", "fit-laplace", "refine", "hmc", "stack"):
+        run(f"{line} {first}")
+    run(f"predict {first}")
+    run(f"evaluate {first} --split test --bootstrap 0")
+    found: dict[str, Any] = {"bayes_nll": bayes, "posteriors": {}}
+    for path in sorted((folder / "quiz-0.bnn" / "metrics").glob("*.json")):
+        for row in read_metrics(path).meta["rows"]:
+            if row["split"] == "test":
+                own: dict[str, float] = {}
+                for metric in row["metrics"]:  # the first form of each is the usual one
+                    own.setdefault(metric["name"], metric["value"])
+                found["posteriors"][row["name"]] = own
+    for one in runs[1:]:
+        run(f"predict {one} --posterior map")
+    found["posteriors"] |= average_networks(runs)
+    return found
+
+
+def average_networks(runs: list[Path]) -> dict[str, dict[str, float]]:
+    """Return the scores on test of the networks' mean probabilities, and of these at the best temperature on val."""
+
+    def mean_of(split: str) -> tuple[NDArray, NDArray]:
+        files = [read_predictions(Path(f"{one}.bnn") / "predictions" / "map.plug-in" / f"{split}.h5") for one in runs]
+        return np.mean([np.asarray(file.probs, np.float64) for file in files], axis=0), np.asarray(files[0].labels)
+
+    (val, val_labels), (test, labels) = mean_of("val"), mean_of("test")
+
+    def scale(probs: NDArray, log_temperature: float) -> NDArray:
+        found = probs ** np.exp(-log_temperature)
+        return np.asarray(found / found.sum(axis=1, keepdims=True))
+
+    def loss(log_temperature: float) -> float:
+        return float(-np.log(scale(val, log_temperature)[np.arange(len(val)), val_labels]).mean())
+
+    scaled, rows = (
+        scale(test, optimize.minimize_scalar(loss, bounds=(-3, 3), method="bounded").x),
+        np.arange(len(labels)),
+    )
+    return {
+        name: {
+            "nll": float(-np.log(probs[rows, labels]).mean()),
+            "accuracy": float((probs.argmax(axis=1) == labels).mean()),
+        }
+        for name, probs in (("mean of three networks", test), ("the same at one temperature", scaled))
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", type=int, default=1000, help="prompts to train on")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), arguments.train, arguments.epochs)
+    print(f"best possible NLL {found['bayes_nll']:.4f}")
+    for name, scores in found["posteriors"].items():
+        shown = " ".join(
+            f"{key} {scores[key]:.4f}" for key in ("nll", "ece", "accuracy", "auroc") if scores.get(key) is not None
+        )
+        print(f"{name:<32}{shown}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
