@@ -22,6 +22,7 @@ from bnncli.evaluation.decisions import (
     COSTS,
     KINDS,
     LAC,
+    NUM_CLASS_SHARES,
     OOD,
     PRECISION,
     RAPS,
@@ -642,7 +643,8 @@ def _fit_class(split: PredictedSplit, kind: str, settings: Mapping[str, Any]) ->
     assert labels is not None
     probability, is_positive = split.file.probs[:, of_class], labels == of_class
     if kind == PRECISION:
-        _require(split, len(labels), min_accepted(1 - level, certainty), what=f"a precision of {level:g}")
+        least = min_accepted(1 - level, certainty, num_shares=NUM_CLASS_SHARES)
+        _require(split, len(labels), least, what=f"a precision of {level:g}")
         rule = fit_precision(probability, is_positive, level, certainty, of_class=of_class)
     else:
         least = min_scores_for_coverage(level, certainty)

@@ -272,6 +272,7 @@ def doubts() -> NDArray[np.float64]:
 # every tenth threshold gets a share of the level; those between only inherit level, so a finer grid costs nothing
 _STARTS = 10
 _NUM_SHARES = 13  # of 121 thresholds
+_CLASS_STARTS, NUM_CLASS_SHARES = 20, 7  # likewise of class_thresholds: a class may have few examples
 
 
 @dataclass(frozen=True)
@@ -336,20 +337,27 @@ class _Tested(NamedTuple):
 
 
 def _test_in_sequence(
-    scores: NDArray, wrong: NDArray, thresholds: NDArray[np.float64], risk: float, certainty: float
+    scores: NDArray,
+    wrong: NDArray,
+    thresholds: NDArray[np.float64],
+    risk: float,
+    certainty: float,
+    *,
+    starts: int = _STARTS,
 ) -> _Tested:
     """Test from strict to lenient whether at most `risk` of the scores up to each threshold are wrong; see fit_acceptance.
 
     Args:
         scores, wrong: (n,) and those of wrong examples, in ascending order.
-        thresholds: (121,), ascending.
+        thresholds: (T,), ascending.
+        starts: distance of the thresholds that get a share of the level.
     """
     accepted, errors = (np.searchsorted(side, thresholds, side="right") for side in (scores, wrong))
     p_values = np.where(accepted > 0, special.bdtr(errors, np.maximum(accepted, 1), risk), 1.0)
-    share = (1 - certainty) / _NUM_SHARES
+    share = (1 - certainty) / len(thresholds[::starts])
     level, best = 0.0, None
     for place, p_value in enumerate(p_values):
-        level += share if place % _STARTS == 0 else 0.0
+        level += share if place % starts == 0 else 0.0
         if 0 < level >= p_value:
             best = (place, level)
         else:
@@ -358,9 +366,9 @@ def _test_in_sequence(
     return _Tested(place, best is not None, int(accepted[place]), int(errors[place]), level, float(p_values[place]))
 
 
-def min_accepted(risk: float, certainty: float) -> int:
+def min_accepted(risk: float, certainty: float, *, num_shares: int = _NUM_SHARES) -> int:
     """Return the smallest number of accepted predictions, all of them right, that can show the risk."""
-    return math.ceil(math.log((1 - certainty) / _NUM_SHARES) / math.log1p(-risk))
+    return math.ceil(math.log((1 - certainty) / num_shares) / math.log1p(-risk))
 
 
 @dataclass(frozen=True)
@@ -390,8 +398,8 @@ class ClassRule:
 
 @cache
 def class_thresholds() -> NDArray[np.float64]:
-    """Return thresholds on the probability of a class, from strict to lenient: equal steps of its logit, 9 to -9."""
-    found: NDArray[np.float64] = special.expit(np.linspace(9, -9, 121))
+    """Return thresholds on the probability of a class, from strict to lenient: equal steps of its logit, 6 to -6."""
+    found: NDArray[np.float64] = special.expit(np.linspace(6, -6, 121))
     return found
 
 
@@ -408,7 +416,9 @@ def fit_precision(
     """
     values, is_positive = np.asarray(probability, dtype=np.float64), np.asarray(is_positive, dtype=bool)
     thresholds = class_thresholds()
-    tested = _test_in_sequence(np.sort(-values), np.sort(-values[~is_positive]), -thresholds, 1 - precision, certainty)
+    tested = _test_in_sequence(
+        np.sort(-values), np.sort(-values[~is_positive]), -thresholds, 1 - precision, certainty, starts=_CLASS_STARTS
+    )
     threshold = float(thresholds[tested.place]) if tested.is_passed else None
     right = tested.num_accepted - tested.num_wrong
     return ClassRule(of_class, threshold, tested.num_accepted, right, int(is_positive.sum()))

@@ -15,6 +15,7 @@ from scipy import special, stats
 
 from bnncli.evaluation import decisions
 from bnncli.evaluation.decisions import (
+    NUM_CLASS_SHARES,
     SMALLEST_P,
     CostRule,
     SetRule,
@@ -285,6 +286,9 @@ def test_the_test_of_a_precision_is_the_exact_binomial_one_over_fixed_thresholds
     assert (rule.num_flagged, rule.num_right, rule.num_positive) == (flagged.sum(), labels[flagged].sum(), labels.sum())
     assert stats.binomtest(rule.num_right, rule.num_flagged, 0.6, alternative="greater").pvalue <= 0.05
     assert fit_precision(values, labels, 0.97, 0.95, of_class=0).threshold is None
+    assert len(class_thresholds()[::20]) == NUM_CLASS_SHARES
+    least = min_accepted(0.4, 0.95, num_shares=NUM_CLASS_SHARES)
+    assert fit_precision(np.ones(least), np.ones(least), 0.6, 0.95, of_class=0).threshold is not None
 
 
 def test_false_alarms_are_as_often_as_is_said() -> None:
