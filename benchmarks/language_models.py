@@ -2,7 +2,7 @@
 
 The prompts are random sequences of words; the answer, one of four letters, is drawn from a softmax of the words' hidden scores, so the
 best possible NLL is known. Three models (2 layers of Llama's architecture, random start) are trained on the same few prompts by Adam
-until they have memorised them. Prompts of words in an order that never occurs in training, sorted, are the unusual ones.
+until they have memorised them. Half of the words of the unusual prompts never occur in training.
 
     python benchmarks/language_models.py --out language-models.json
 """
@@ -29,14 +29,15 @@ from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
 
 LETTERS = ("A", "B", "C", "D")
-WORDS = tuple(f"w{k}" for k in range(40))
+WORDS = tuple(f"w{k}" for k in range(50))
+NUM_USUAL = 40  # the others are in unusual prompts only
 LENGTH = 8
 SPECIAL = ("<unk>", "<s>", "</s>")
 
 
 def make_questions(count: int, scores: NDArray, generator: np.random.Generator) -> tuple[NDArray, NDArray, NDArray]:
     """Return words (N, LENGTH), answers (N,) and the probabilities (N, 4) that they are drawn from."""
-    words = generator.integers(len(WORDS), size=(count, LENGTH))
+    words = generator.integers(NUM_USUAL, size=(count, LENGTH))
     logits = scores[words].sum(axis=1)
     probs = np.exp(logits - logits.max(axis=1, keepdims=True))
     probs /= probs.sum(axis=1, keepdims=True)
@@ -96,10 +97,11 @@ def measure(folder: Path, num_train: int, epochs: int) -> dict[str, Any]:
     for name, (words, answers, _) in made.items():
         write_questions(folder / f"{name}.jsonl", words, answers)
     words, answers, probs = made["test"]
-    write_questions(folder / "sorted.jsonl", np.sort(words, axis=1), answers)
+    others = generator.integers(NUM_USUAL, len(WORDS), size=words.shape)
+    write_questions(folder / "unusual.jsonl", np.where(generator.random(words.shape) < 0.5, others, words), answers)
     bayes = float(-np.log(probs[np.arange(len(answers)), answers]).mean())
     data = " ".join(f"--data {name}=jsonl:{folder / name}.jsonl:text=prompt,label=answer" for name in made)
-    ood = f"--ood sorted=jsonl:{folder / 'sorted'}.jsonl:text=prompt,label="
+    ood = f"--ood unusual=jsonl:{folder / 'unusual'}.jsonl:text=prompt,label="
     runs = [folder / f"quiz-{seed}" for seed in range(3)]
     for seed, one in enumerate(runs):
         train_model(folder / f"model-{seed}", *made["train"][:2], epochs=epochs, seed=seed)

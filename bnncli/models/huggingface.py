@@ -642,15 +642,16 @@ def prepare_network(network: nn.Module) -> nn.Module:
 
 
 def set_padding_token(network: nn.Module, transform: Texts | Images | Sounds | None) -> nn.Module:
-    """Set the padding token of the tokenizer on a network whose configuration has none.
+    """Set the padding token of the tokenizer on a network whose configuration has none or another.
 
     Decoders classify at a text's last non-padding token. Without a padding token they see unpadded texts and use the
     last token.
     """
     config: Any = network.config
-    if isinstance(transform, Texts) and getattr(config, "pad_token_id", None) is None:
-        token = transform.pad_token_id
-        config.pad_token_id = NO_PADDING if token is None else token
+    if isinstance(transform, Texts):
+        token, own = transform.pad_token_id, getattr(config, "pad_token_id", None)
+        if token is not None or own is None:
+            config.pad_token_id = NO_PADDING if token is None else token
     return network
 
 

@@ -16,12 +16,20 @@ from sklearn.metrics import accuracy_score, log_loss, top_k_accuracy_score
 
 from bnncli.errors import DataError
 from bnncli.evaluation import bootstrap as bootstrap_module
-from bnncli.evaluation import class_scores, statistics
+from bnncli.evaluation import class_scores, decisions, statistics
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import label_reliability, pooled_calibration
 from bnncli.evaluation.class_scores import NO_RANKING, decision_scores, one_sided_labels
 from bnncli.evaluation.curves import curve_of_bins
-from bnncli.evaluation.decisions import SetRule, SetScore, acceptance_scores, alarm_scores, set_scores
+from bnncli.evaluation.decisions import (
+    CostRule,
+    SetRule,
+    SetScore,
+    acceptance_scores,
+    alarm_scores,
+    cost_scores,
+    set_scores,
+)
 from bnncli.evaluation.detection import form_rows
 from bnncli.evaluation.fidelity import Forecasts, PredictionPair
 from bnncli.evaluation.latent_networks import density_rows, prediction_density_rows, selection_rows
@@ -175,6 +183,8 @@ def test_every_row_has_the_direction_of_the_table() -> None:
         *(make(pair) for make in fidelities()),
         *set_scores(rule, probs, labels, None, {}),
         *acceptance_scores(chosen, chosen, {}),
+        *decisions.class_scores(chosen, chosen, {}),
+        *cost_scores(CostRule(np.eye(2), ("no", "yes")), probs, labels, ["0", "1"], {}),
         *(group for is_ood in (False, True) for group in alarm_scores(chosen, {}, is_ood=is_ood)),
     ]
     inclusion = torch.rand(2, 3)

@@ -270,9 +270,11 @@ def test_decoders_without_a_token_for_padding_classify_each_text_as_if_it_were_a
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_either_side_changes_nothing_of_a_decoder(kind: str, side: str, tmp_path: Path) -> None:
-    folder = decoder_folder(tmp_path / "model", has_padding=True, kind=kind, side=side)
+@pytest.mark.parametrize(("side", "pad"), [("left", None), ("right", None), ("right", 9)])
+def test_padding_of_either_side_and_token_changes_nothing_of_a_decoder(
+    kind: str, side: str, pad: int | None, tmp_path: Path
+) -> None:
+    folder = decoder_folder(tmp_path / "model", has_padding=True, kind=kind, side=side, pad=pad)
     opened = open_model(f"hf:{folder}", ModelRequest())
     assert opened.transform is not None
     whole, apart = opened.transform(TEXTS), [opened.transform([text]) for text in TEXTS]

@@ -108,11 +108,13 @@ DECODERS = {"GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
 )
 
 
-def decoder_folder(folder: Path, *, has_padding: bool, kind: str = "GPT2", side: str = "right") -> Path:
-    """A decoder that classifies texts, whose configuration names no token for padding, nor its tokenizer where that is asked for."""
+def decoder_folder(
+    folder: Path, *, has_padding: bool, kind: str = "GPT2", side: str = "right", pad: int | None = None
+) -> Path:
+    """A decoder that classifies texts, whose configuration names this token for padding; its tokenizer has another, or none if that is asked for."""
     torch.manual_seed(0)
     made = getattr(transformers, f"{kind}ForSequenceClassification")
-    settings = {**SMALL, **DECODERS[kind], "vocab_size": 20, "pad_token_id": None}
+    settings = {**SMALL, **DECODERS[kind], "vocab_size": 20, "pad_token_id": pad}
     network = made(made.config_class(**settings)).eval()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
