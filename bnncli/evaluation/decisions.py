@@ -272,7 +272,7 @@ def doubts() -> NDArray[np.float64]:
 # every tenth threshold gets a share of the level; those between only inherit level, so a finer grid costs nothing
 _STARTS = 10
 _NUM_SHARES = 13  # of 121 thresholds
-_CLASS_STARTS, NUM_CLASS_SHARES = 20, 7  # likewise of class_thresholds: a class may have few examples
+_CLASS_STARTS, NUM_CLASS_SHARES = 20, 9  # likewise of class_thresholds: a class may have few examples
 
 
 @dataclass(frozen=True)
@@ -398,8 +398,8 @@ class ClassRule:
 
 @cache
 def class_thresholds() -> NDArray[np.float64]:
-    """Return thresholds on the probability of a class, from strict to lenient: equal steps of its logit, 6 to -6."""
-    found: NDArray[np.float64] = special.expit(np.linspace(6, -6, 121))
+    """Return thresholds on the probability of a class, from strict to lenient: equal steps of its logit, 8 to -8."""
+    found: NDArray[np.float64] = special.expit(np.linspace(8, -8, 161))
     return found
 
 
