@@ -2,8 +2,10 @@
 
 A test set is divided: a validation split chooses the prior, a calibration split the rules, the rest is decided on. First over
 random divisions of the last two: coverage of the sets beside the exact band of its Beta law, how often the risk is above its bound,
-the rate of false alarms. Then one rule of each kind on shifted data: other shares of the classes (those most often wrong alone, and
+the rate of false alarms, and how often precision and recall of the class that is most often wrong fall short. Then one rule of each kind on shifted data: other shares of the classes (those most often wrong alone, and
 shares that are drawn), rotated images, and data of another kind. Batches are of 500 examples, drawn with replacement; the alarm is the share of 40 of them.
+
+With --imbalance, a table with rare positives is divided likewise, for precision and recall.
 
     python benchmarks/decisions.py lenet.pt --train fmnist-train.npz --test fmnist-test.npz --ood kmnist=kmnist-test.npz --out decisions.json
 """
@@ -27,6 +29,8 @@ from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation.decisions import (
     AcceptanceRule,
+    ClassRule,
+    CostRule,
     OutlierRule,
     SetRule,
     SetScore,
@@ -34,9 +38,15 @@ from bnncli.evaluation.decisions import (
     covering_rank,
     fit_acceptance,
     fit_outliers,
+    fit_precision,
+    fit_recall,
     fit_thresholds,
 )
 
+PRECISION = RECALL = 0.8
+RARE_PRECISION, RARE_RECALL = 0.2, 0.8  # of the imbalanced table, whose calibration examples have some 20 positives
+FLAGGED = 6  # the class, shirts, that is most often wrong
+ABSTAINING = 0.2  # costs, where a mistake costs 1
 COVERAGE, RISK, CERTAINTY, FALSE_ALARM, SHIFT_LEVEL = 0.9, 0.05, 0.95, 0.05, 0.01
 RULES = {
     "lac": ("--sets", "lac"),
@@ -44,8 +54,11 @@ RULES = {
     "raps": ("--sets", "raps"),
     "by-class": ("--sets", "lac", "--class-conditional"),
     "risk": ("--risk", RISK, "--confidence", CERTAINTY),
-    "ood": ("--false-alarm", FALSE_ALARM),
-    "shift": ("--shift-level", SHIFT_LEVEL),
+    "precision": ("--precision", PRECISION, "--class", FLAGGED),
+    "recall": ("--recall", RECALL, "--class", FLAGGED),
+    "costs": ("--costs", "COSTS"),
+    "ood": ("--false-alarm", FALSE_ALARM, "--score", "max_prob"),
+    "shift": ("--shift-level", SHIFT_LEVEL, "--score", "max_prob"),
 }
 NUM_BATCHES, BATCH = 40, 500
 MAKERS = {"map": "map.plug-in", "laplace": "laplace.mc"}
@@ -79,10 +92,15 @@ def main() -> None:
             paths = sorted((root / "predictions" / maker).glob("*.h5"))
             splits = {path.stem: _predicted(path) for path in paths}
             repeated = _over_divisions(splits["calib"], splits["test"], 20 if arguments.quick else 100)
-            rules = {name: read_decision(root / "decisions" / maker / f"{name}.safetensors").rule for name in RULES}
+            files = sorted((root / "decisions" / maker).glob("*.safetensors"))
+            rules = {path.stem: read_decision(path).rule for path in files}
             shifted = [_decided(one, rules) for one in _shifts(splits)]
             report["posteriors"].append({"posterior": posterior, "divisions": repeated, "shifts": shifted})
             _print(posterior, repeated, shifted)
+        if arguments.imbalance:
+            report["imbalance"] = _imbalance(run.with_name("rare"), arguments)
+            for row in report["imbalance"]:
+                print("imbalanced table:", _format_flags(row))
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -100,14 +118,23 @@ def _make_run(run: Path, arguments: argparse.Namespace) -> None:
         _bnncli("extract-features", checkpoint, "--model", arguments.model, *turned, *where)
     _bnncli("fit-laplace", checkpoint, *where)
     _bnncli("predict", checkpoint, "--posterior", "map", "--posterior", "laplace", *where)
+    costs = run.with_name("costs.csv")
+    classes = range(10)
+    rows = [",".join(str(int(k != true)) for k in classes) for true in classes]
+    head = f"class,{','.join(map(str, classes))},abstain"
+    costs.write_text("\n".join([head, *(f"{true},{row},{ABSTAINING}" for true, row in enumerate(rows))]))
     for name, words in RULES.items():
-        _bnncli("calibrate", checkpoint, *words, "--name", name, *where, may_fail=name == "risk")
+        given = [costs if word == "COSTS" else word for word in words]
+        _bnncli("calibrate", checkpoint, *given, "--name", name, *where, may_fail=name in ("risk", "precision"))
+    for degrees in filter(None, arguments.rotate.split(",")):
+        words = ("--sets", "lac", "--shifted-to", f"rotated-{degrees}", "--name", f"weighted-{degrees}")
+        _bnncli("calibrate", checkpoint, *words, *where, may_fail=True)
 
 
 def _bnncli(command: str, *words: object, may_fail: bool = False) -> None:
     line = [sys.executable, "-m", "bnncli", command, *map(str, words), "--quiet"]
     done = subprocess.run(line, stdout=subprocess.DEVNULL)
-    if done.returncode not in ((0, 3) if may_fail else (0,)):
+    if done.returncode not in ((0, 3, 65) if may_fail else (0,)):  # 65: the shift is too large for weights
         raise SystemExit(f"bnncli {command}: exit code {done.returncode}")
 
 
@@ -161,6 +188,7 @@ def _over_divisions(calib: Predicted, test: Predicted, num_divisions: int) -> li
         }
         for name in scores
     ]
+    rows += _flag_over_divisions(probs[:, FLAGGED], labels == FLAGGED, size, (PRECISION, RECALL), num_divisions)
     exceeded = float(np.mean(np.array(found["risk"]) > RISK))
     rows.append(
         {
@@ -172,6 +200,45 @@ def _over_divisions(calib: Predicted, test: Predicted, num_divisions: int) -> li
     )
     rows.append({"rule": "ood", "mean": float(np.mean(found["ood"]))})
     return rows
+
+
+def _flag_over_divisions(
+    probability: NDArray, is_positive: NDArray, size: int, levels: tuple[float, float], num_divisions: int
+) -> list[dict[str, Any]]:
+    """What precision and recall rules of one class come to on the rest of the pool."""
+    generator, rows = np.random.default_rng(3), []
+    for name, fit, level in zip(("precision", "recall"), (fit_precision, fit_recall), levels, strict=True):
+        found = []
+        for _ in range(num_divisions):
+            order = generator.permutation(len(probability))
+            inside, rest = order[:size], order[size:]
+            rule = fit(probability[inside], is_positive[inside], level, CERTAINTY, of_class=0)
+            flagged, positive = rule.flags(probability[rest, None]), is_positive[rest]
+            if flagged.any():
+                found.append([positive[flagged].mean(), flagged[positive].mean()])
+        reached = np.array(found or [[np.nan, np.nan]])
+        short = float((reached[:, int(name == "recall")] < level).sum() / num_divisions)
+        means = {"precision": float(reached[:, 0].mean()), "recall": float(reached[:, 1].mean())}
+        rows.append({"rule": name, "level": level, **means, "passed": len(found) / num_divisions, "short": short})
+    return rows
+
+
+def _imbalance(run: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Precision and recall of the rare class of a table, over divisions of its test split in halves."""
+    _bnncli("extract-features", run, "--from-npz", arguments.imbalance, "--device", arguments.device)
+    _bnncli("fit-laplace", run, "--device", arguments.device)
+    _bnncli("predict", run, "--posterior", "laplace", "--split", "test", "--device", arguments.device)
+    test = _predicted(next(run.with_name(f"{run.name}.bnn").glob("predictions/laplace.*/test.h5")))
+    assert test.labels is not None
+    levels, size = (RARE_PRECISION, RARE_RECALL), len(test.probs) // 2
+    return _flag_over_divisions(test.probs[:, 1], test.labels == 1, size, levels, 20 if arguments.quick else 100)
+
+
+def _format_flags(row: dict[str, Any]) -> str:
+    return (
+        f"{row['rule']} of {row['level']}: precision {row['precision']:.3f}, recall {row['recall']:.3f}, short in "
+        f"{row['short']:.0%} (allowed: {1 - CERTAINTY:.0%}), a threshold in {row['passed']:.0%}"
+    )
 
 
 def _shifts(splits: dict[str, Predicted]) -> list[Predicted]:
@@ -212,6 +279,17 @@ def _decided(split: Predicted, rules: dict[str, Any]) -> dict[str, Any]:
             row["accepted"] = float(accepted.mean())
             if split.labels is not None and accepted.any():
                 row["risk"] = float((predicted != split.labels)[accepted].mean())
+        elif isinstance(rule, ClassRule) and split.labels is not None:
+            flagged, positive = rule.flags(split.probs), split.labels == rule.of_class
+            if name == "precision" and flagged.any():
+                row[name] = float(positive[flagged].mean())
+            if name == "recall" and positive.any():
+                row[name] = float(flagged[positive].mean())
+        elif isinstance(rule, CostRule) and split.labels is not None:
+            decided, expected = rule.decide(split.probs)
+            row["cost"] = float(rule.costs[split.labels, decided].mean())
+            row["expected"] = float(expected.mean())
+            row["argmax cost"] = float(rule.costs[split.labels, predicted].mean())
         elif isinstance(rule, OutlierRule):
             row["ood"] = float(rule.is_outlier(confidence).mean())
         elif isinstance(rule, ShiftRule):
@@ -229,6 +307,8 @@ def _print(posterior: str, repeated: list[dict[str, Any]], shifted: list[dict[st
             low, high = row["band"]
             print(f"  {row['rule']:<5} coverage {row['mean']:.4f} (expected {row['expected']:.4f} +- {row['standard_error']:.4f}), "
                   f"{row['in_band']:.0%} within the 95% band {low:.4f} to {high:.4f}")  # fmt: skip
+        elif "short" in row:
+            print(f"  {_format_flags(row)}")
         elif row["rule"] == "risk":
             print(
                 f"  risk  {row['mean']:.4f} of {row['accepted']:.1%} accepted, above {RISK} in {row['exceeded']:.0%} (allowed: {1 - CERTAINTY:.0%})"
@@ -249,6 +329,12 @@ def _print(posterior: str, repeated: list[dict[str, Any]], shifted: list[dict[st
         "accepted",
         "ood",
         "alarms",
+        "precision",
+        "recall",
+        "cost",
+        "expected",
+        "argmax cost",
+        *sorted({name for row in shifted for name in row if name.startswith("weighted") and " " not in name}),
     )
     print(f"{'':<22}" + "".join(f"{name:>15}" for name in columns))
     for row in shifted:
@@ -263,6 +349,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--train", required=True, help="npz of the training images")
     parser.add_argument("--test", required=True, help="npz of the test images")
     parser.add_argument("--ood", action="append", default=[], metavar="NAME=FILE", help="npz of data of another kind")
+    parser.add_argument("--imbalance", help="npz of the features of a table with rare positives")
     parser.add_argument("--rotate", default="15,30,45", help="degrees, comma-separated")
     parser.add_argument(
         "--held-out", type=int, default=2000, help="rows of the validation and of the calibration split"
