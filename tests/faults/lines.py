@@ -393,6 +393,7 @@ READ = {
     "--checkpoints",
     "--classes",
     "--calibration",
+    "--costs",
 }
 
 
