@@ -69,6 +69,7 @@ DEFAULT_CONFIDENCE = 0.95  # that the risk is below its bound, or the precision 
 OF_LABELS = (SETS, RISK, PRECISION, RECALL, COSTS)  # rules that need labels of mutually exclusive classes
 RULE_OPTIONS = ("sets", "risk", "precision", "recall", "costs", "false_alarm", "shift_level")  # each asks for one rule
 FEWEST_WEIGHTED = 50  # examples of each split, and effective ones, for a threshold with weights
+_LARGEST_COST = 1e100
 TUNING_SHARE = 0.2  # of the calibration examples, to tune the regularisation of raps
 
 
@@ -690,7 +691,7 @@ def read_costs(place: str, classes: Sequence[str]) -> CostRule:
             rows[name] = [float(cell) for cell in cells]
         except ValueError as error:
             raise refuse(f"line {number}: {error}") from None
-        if len(cells) != len(names) or not np.isfinite(rows[name]).all():
+        if len(cells) != len(names) or not (np.abs(rows[name]) <= _LARGEST_COST).all():
             raise refuse(f"line {number}: expected {len(names)} finite costs; got {', '.join(cells)}")
     if missing := [name for name in classes if name not in rows]:
         raise refuse(f"has no line for {_join_names(missing)}")

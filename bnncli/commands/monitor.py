@@ -26,7 +26,7 @@ from bnncli.artifacts.posteriors import RULE_KIND, read_posterior_header, read_t
 from bnncli.artifacts.predictions import list_arrays
 from bnncli.artifacts.provenance import Source
 from bnncli.data.prediction_files import read_columns, read_labels, read_texts, split_prediction_place
-from bnncli.errors import CheckFailed, DataError, UsageError
+from bnncli.errors import CheckFailed, DataError, MissingInput, UsageError
 from bnncli.evaluation.decisions import LAC, SETS, SetRule, SetScore, covering_rank
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.evaluation.monitoring import (
@@ -56,6 +56,7 @@ from bnncli.session.run import Result, Run
 from bnncli.session.run import Table as ShownTable
 from bnncli.session.score_rows import PredictedSplit
 from bnncli.session.splits import fresh_split, require_unused
+from bnncli.session.states import remove_artifacts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -134,7 +135,7 @@ class MonitorOptions(CheckedOptions):
     )
     coverage: float | None = option(
         None,
-        "Maintain adaptive prediction sets of this coverage, the rule adaptive. Later tables of predict have their "
+        "Maintain adaptive prediction sets of this coverage, the rule adaptive (adaptive-NAME with \0name\0). Later tables of predict have their "
         "column, and labels adjust them.",
         check=_check_rate,
         group="Tests",
@@ -330,13 +331,18 @@ def execute(run: Run, options: MonitorOptions) -> Result:
     calibration = _open_calibration(run, options)
     group, header = calibration.group, calibration.header
     target = Path(run.naming.out) if run.naming.out else run.folder.monitor(run.naming.name or group.name)
-    for path, kind in ((options.alarm_file, "list of alarms"), (options.plot, "figure")):
+    for path, kind in ((options.alarm_file, "list of this monitor's alarms"), (options.plot, "figure")):
         _check_output(run, options, target, path, kind)
     state = _open_state(run, options, calibration, target)
     tables = [Path(name).expanduser() for name in options.table]
-    if not tables and target.exists() and not options.reset:
+    if not tables and not options.reset:
+        if not target.exists():
+            hint = "give the first tables with \0table\0 FILE, or begin with \0reset\0"
+            raise MissingInput(f"no monitor {target}", hint=hint, path=target)
         result = Result(metrics=_describe(state, {}))
-        return _finish(run, options, result, state)
+        if state.sets is not None:
+            result.add(_publish_sets(run, calibration, state))
+        return _finish(run, options, result, state, target)
     digests = [file_sha256(path) for path in tables] if all(path.is_file() for path in tables) else []
     labels = None if options.labels is None else split_prediction_place(options.labels)[0]
     params = {
@@ -385,8 +391,11 @@ def execute(run: Run, options: MonitorOptions) -> Result:
         return result
     if made[-1].sets is not None:
         result.add(_publish_sets(run, calibration, made[-1]))
+    elif options.reset and (rule := run.folder.decision(group.name, _rule_name(run))).is_file():
+        run.console.info(f"{rule}: removed, because the monitor no longer maintains sets")
+        remove_artifacts(run, [rule])
     result.metrics = _describe(made[-1], {name: one["new"] for name, one in result.metrics["tests"].items()})
-    return _finish(run, options, result, made[-1])
+    return _finish(run, options, result, made[-1], target)
 
 
 def _open_calibration(run: Run, options: MonitorOptions) -> Calibration:
@@ -420,15 +429,32 @@ def _check_output(run: Run, options: MonitorOptions, target: Path, text: str | N
     if kind == "figure":
         check_figure_path(path, flag, force=run.write.force, others=others)
     else:
-        check_side_output(path, flag, kind, is_ours=_is_alarm_file, force=run.write.force, others=others)
+        own = _monitor_name(target)
+        check_side_output(
+            path, flag, kind, is_ours=lambda file: _is_alarm_file(file, own), force=run.write.force, others=others
+        )
 
 
 _ALARM_SCHEMA = "bnncli.alarm/1"
 
 
-def _is_alarm_file(path: Path) -> bool:
-    with open(path, "rb") as stream:
-        return _ALARM_SCHEMA.encode() in stream.read(1 << 12)
+def _is_alarm_file(path: Path, monitor: str) -> bool:
+    try:
+        found = json.loads(path.read_bytes()[: 1 << 14])
+    except ValueError:
+        return False
+    return isinstance(found, dict) and (found.get("schema"), found.get("monitor")) == (_ALARM_SCHEMA, monitor)
+
+
+def _monitor_name(target: Path) -> str:
+    """Return what identifies a monitor in an alarm file: its file, within the folder of the run's folder."""
+    return "/".join(target.absolute().parts[-3:])
+
+
+def _rule_name(run: Run) -> str:
+    """Return the name of the rule for a monitor's adaptive sets, one for each monitor."""
+    own = run.naming.name if run.naming.out is None else Path(run.naming.out).stem
+    return ADAPTIVE if own is None else f"{ADAPTIVE}-{own}"
 
 
 def _open_state(run: Run, options: MonitorOptions, calibration: Calibration, target: Path) -> State:
@@ -523,7 +549,7 @@ def _read_rows(
     """
     parts, names = [], []
     for path in tables:
-        rows, own_names = _read_table(path, calibration, settings["score"], options.split)
+        rows, own_names = _read_table(path, calibration, settings["score"], options.split, _rule_name(run))
         run.console.poll(f"reading {path.name}")
         parts.append(rows)
         names += own_names
@@ -531,7 +557,7 @@ def _read_rows(
     if options.labels is not None:
         given = _read_given_labels(run, options.labels, names, calibration.classes)
         joined = replace(joined, label=np.where(given >= 0, given, joined.label))
-    is_labelled = (joined.label >= 0) & calibration.split.file.is_exclusive
+    is_labelled = (joined.label >= 0) & (joined.predicted >= 0) & calibration.split.file.is_exclusive
     is_wrong = np.where(is_labelled, joined.predicted != joined.label, -1).astype(np.int8)
     own = np.take_along_axis(joined.sets, np.maximum(joined.label, 0)[:, None], axis=1)[:, 0]
     is_missed = np.where(is_labelled & (own >= 0), own == 0, -1).astype(np.int8)
@@ -553,14 +579,14 @@ class _Read:
         return self.keys, self.scores, self.predicted, self.label, self.sets
 
 
-_SET = f"{ADAPTIVE}_set"
 _TITLES = ("split", "posterior", "variant")
 
 
-def _read_table(path: Path, calibration: Calibration, score: str, split: str) -> tuple[_Read, list[str]]:
+def _read_table(path: Path, calibration: Calibration, score: str, split: str, rule: str) -> tuple[_Read, list[str]]:
     """Read the watched posterior's rows of a table, and their names, empty without."""
     column, sign = _COLUMNS[score]
-    wanted = (*_TITLES, "sample_id", "name", "predicted", "label", column, "classes", _SET)
+    set_column = f"{rule}_set"
+    wanted = (*_TITLES, "sample_id", "name", "predicted", "label", column, "classes", set_column)
     found = read_columns(path, wanted)
     shown, classes = quote_name(path, limit=300), calibration.classes
     for title in (*_TITLES, "sample_id", "predicted", column):
@@ -586,13 +612,9 @@ def _read_table(path: Path, calibration: Calibration, score: str, split: str) ->
     def take(name: str) -> list[Any]:
         return [found[name][row] for row in rows]
 
-    try:
-        scores = sign * np.array(take(column), dtype=np.float64).astype(np.float32).astype(np.float64)
-        is_number = np.isfinite(scores)
-    except (TypeError, ValueError):
-        is_number = np.zeros(1, dtype=bool)
-    if not is_number.all():
-        message = f"{shown}: row {rows[int(np.argmin(is_number))]} has no number in column {column!r}"
+    scores = sign * np.array([_to_number(value) for value in take(column)]).astype(np.float32).astype(np.float64)
+    if not np.isfinite(scores).all():
+        message = f"{shown}: row {rows[int(np.argmin(np.isfinite(scores)))]} has no number in column {column!r}"
         raise DataError(message, code="not_finite", path=path)
     names = [str(name) for name in take("name")] if "name" in found else [""] * len(rows)
     content = file_sha256(path)
@@ -609,8 +631,16 @@ def _read_table(path: Path, calibration: Calibration, score: str, split: str) ->
     label = _to_classes(
         take("label") if is_exclusive and "label" in found else absent, numbers, f"{shown}: column 'label'", path
     )
-    sets = _to_sets(take(_SET) if _SET in found else absent, classes)
+    sets = _to_sets(take(set_column) if set_column in found else absent, classes)
     return _Read(np.array(keys, dtype=np.uint8).reshape(-1, 16), scores, predicted, label, sets), names
+
+
+def _to_number(value: Any) -> float:
+    """Return a cell as a number, NaN for any other."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _key(text: str) -> list[int]:
@@ -729,7 +759,7 @@ def _publish_sets(run: Run, calibration: Calibration, state: State) -> Result:
     """Publish the rule of the adaptive sets at their present level."""
     assert state.sets is not None
     header, group = calibration.header, calibration.group
-    target, level = run.folder.decision(group.name, ADAPTIVE), state.sets["level"]
+    target, level = run.folder.decision(group.name, _rule_name(run)), state.sets["level"]
     settings = {
         "sets": LAC,
         "coverage": state.settings["coverage"],
@@ -766,7 +796,7 @@ def _publish_sets(run: Run, calibration: Calibration, state: State) -> Result:
     request = Request(
         target,
         RULE_KIND,
-        f"{RULE_KIND}.{group.name}.{ADAPTIVE}",
+        f"{RULE_KIND}.{group.name}.{target.stem}",
         {"rule": SETS, **settings, "level": level},
         _revisions.CALIBRATE,
         [Source(f"predictions.{calibration.split.name}", header.path, header.content_digest)],
@@ -810,7 +840,7 @@ def _describe(state: State, new: Mapping[str, int]) -> dict[str, Any]:
 _DESCRIBED = {INPUTS: "the inputs have changed", ERRORS: "the error rate has risen"}
 
 
-def _finish(run: Run, options: MonitorOptions, result: Result, state: State) -> Result:
+def _finish(run: Run, options: MonitorOptions, result: Result, state: State, target: Path) -> Result:
     """Write the figure and the alarm file, and complete the result."""
     tests = result.metrics["tests"]
     result.tables.append(
@@ -858,7 +888,7 @@ def _finish(run: Run, options: MonitorOptions, result: Result, state: State) -> 
         digest = write_figure(path, render(draw_control_charts(charts), path.suffix[1:].lower()))
         result.outputs.append({"role": "monitor.plot", "path": str(path), "content_digest": digest})
     if options.alarm_file is not None:
-        _write_alarm_file(Path(options.alarm_file), alarms, result)
+        _write_alarm_file(Path(options.alarm_file), alarms, result, _monitor_name(target))
     if alarms:
         parts = [
             f"{_DESCRIBED[name]}: alarm at example {one['alarm_at']:,}, change after about example {one['change_after']:,}"
@@ -870,10 +900,10 @@ def _finish(run: Run, options: MonitorOptions, result: Result, state: State) -> 
     return result
 
 
-def _write_alarm_file(path: Path, alarms: Mapping[str, Any], result: Result) -> None:
+def _write_alarm_file(path: Path, alarms: Mapping[str, Any], result: Result, monitor: str) -> None:
     """Write the alarms, or remove the file if there are none."""
     if alarms:
-        document = {"schema": _ALARM_SCHEMA, "alpha": result.metrics["alpha"], "alarms": alarms}
+        document = {"schema": _ALARM_SCHEMA, "monitor": monitor, "alpha": result.metrics["alpha"], "alarms": alarms}
         text = json.dumps(document, indent=1, sort_keys=True) + "\n"
         publish_bytes(path, text.encode(), may_replace=True)
         digest = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

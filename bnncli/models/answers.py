@@ -64,7 +64,10 @@ class Question:
                 f"\0model_arg\0 answers: expected at least two different answers; got {arguments.get('answers', '')!r}",
                 hint="separate them with commas: \0model_arg\0 answers=A,B,C,D",
             )
-        chat, template = arguments.get("chat", "no"), arguments.get("template", _FIELD).replace("\\n", "\n")
+        chat, template = (
+            arguments.get("chat", "no"),
+            arguments.get("template", _FIELD).replace("\\n", "\n").replace("\\t", "\t"),
+        )
         if chat.lower() not in _TRUTHS:
             raise UsageError(f"\0model_arg\0 chat: expected yes or no; got {chat!r}")
         if template.count(_FIELD) != 1:

@@ -200,7 +200,7 @@ def test_a_given_error_rate_is_the_reference(cli: Cli, run: Path) -> None:
 
 
 def test_adaptive_sets_follow_the_labels(cli: Cli, run: Path) -> None:
-    cli("monitor", run, "--coverage", 0.8).expect(0)
+    cli("monitor", run, "--reset", "--coverage", 0.8).expect(0)
     rule = run.with_name("small.bnn") / "decisions" / "laplace.mc" / "adaptive.safetensors"
     cli("calibrate", run, "--sets", "lac", "--coverage", 0.8, "--name", "fixed").expect(0)
     fixed = read_decision(rule.with_name("fixed.safetensors")).rule
@@ -219,6 +219,44 @@ def test_adaptive_sets_follow_the_labels(cli: Cli, run: Path) -> None:
     after = read_decision(rule).rule
     assert isinstance(after, SetRule)
     assert (after.thresholds > first.thresholds) == (missed > 0.2)
+
+
+def test_monitors_beside_each_other_keep_their_own_sets_and_alarm_files(cli: Cli, run: Path) -> None:
+    for name, coverage in (("wide", 0.9), ("narrow", 0.5)):
+        cli("monitor", run, "--reset", "--coverage", coverage, "--name", name).expect(0)
+    words = ("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "night", "--table", "sets.csv")
+    cli(*words).expect(0)
+    coverages = [
+        numbers_of(cli("monitor", run, "--table", "sets.csv", "--name", name, "--json").expect(0))["sets"]["coverage"]
+        for name in ("wide", "narrow")
+    ]
+    assert coverages[0] > 0.8
+    assert coverages[1] < 0.7
+    cli("monitor", run, "--table", "noisy.csv", "--name", "wide", "--alarm-file", "ALARM.json").expect(3)
+    cli("monitor", run, "--name", "narrow", "--alarm-file", "ALARM.json").expect(
+        73, "not a list of this monitor's alarms"
+    )
+    cli("monitor", run, "--name", "typo").expect(66, "no monitor")
+    assert Path("ALARM.json").exists()
+    rule = run.with_name("small.bnn") / "decisions" / "laplace.mc" / "adaptive-wide.safetensors"
+    rule.unlink()  # as after a kill
+    cli("monitor", run, "--name", "wide").expect(3)
+    assert rule.exists()
+    cli("monitor", run, "--name", "wide", "--reset").expect(0)
+    assert not rule.exists()
+
+
+def test_rows_without_a_prediction_or_a_score_are_no_errors(cli: Cli, run: Path) -> None:
+    with open("night.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    for name, column in (("blank.csv", "predicted"), ("score.csv", "combined")):
+        with open(name, "w", newline="") as stream:
+            table = csv.DictWriter(stream, [*rows[0]])
+            table.writeheader()
+            table.writerows(row if number != 7 else {**row, column: ""} for number, row in enumerate(rows))
+    found = numbers_of(cli("monitor", run, "--table", "blank.csv", "--json").expect(0))
+    assert (found["tests"]["inputs"]["examples"], found["tests"]["errors"]["examples"]) == (400, 399)
+    cli("monitor", run, "--table", "score.csv").expect(65, "row 7 has no number in column 'combined'")
 
 
 def test_what_does_not_fit_is_refused_in_one_line(cli: Cli, run: Path) -> None:
@@ -240,7 +278,9 @@ def test_what_does_not_fit_is_refused_in_one_line(cli: Cli, run: Path) -> None:
     cli("monitor", run).expect(65, "predictions that have changed since")
     assert state_of(run).read_bytes() == before
     Path("keep.json").write_text("{}")
-    cli("monitor", run, "--reset", "--alarm-file", "keep.json").expect(73, "is not a list of alarms created by bnncli")
+    cli("monitor", run, "--reset", "--alarm-file", "keep.json").expect(
+        73, "is not a list of this monitor's alarms created by bnncli"
+    )
 
 
 def test_a_night_without_examples_changes_nothing(cli: Cli, run: Path) -> None:

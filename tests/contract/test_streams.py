@@ -66,7 +66,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "merge": [name, run, "--posterior", "hmc", "--posterior", "again"],
         "acquire": [name, run, "--pool", "test", "--batch", 3],
         "calibrate": [name, run, "--posterior", "laplace", "--split", "test", "--sets", "lac"],
-        "monitor": [name, run, "--split", "test", "--posterior", "laplace"],
+        "monitor": [name, run, "--reset", "--split", "test", "--posterior", "laplace"],
         "grid": [name, run.with_name("grid.toml")],
         "rm": [name, run, "hmc.mc", "--dry-run"],
         "reproduce": [name],

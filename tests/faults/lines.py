@@ -288,7 +288,7 @@ LINES = {
             "monitor",
             ("small", *_WATCHED, "--table", "night.csv"),
             ("small.bnn/monitor/new.safetensors",),
-            ("small", *_WATCHED),
+            ("small", *_WATCHED, "--reset"),
             (_MC, "night.csv"),
             force=(),
         ),

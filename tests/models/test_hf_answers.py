@@ -200,6 +200,13 @@ def test_what_cannot_be_asked_is_refused(arguments: Any, code: int, said: str, t
     assert "Traceback" not in done.stderr
 
 
+def test_answers_in_another_order_are_refused(tmp_path: Path, cli: Cli) -> None:
+    folder, data = model_folder(tmp_path / "model", "LlamaForCausalLM"), questions(tmp_path / "questions.jsonl")
+    words = ("--model", f"hf:{folder}", "--model-arg", f"answers={ANSWERS}", "--classes", "bad,good,fine")
+    done = cli("extract-features", tmp_path / "run", *words, "--data", f"train=jsonl:{data}:text=prompt,label=answer")
+    assert (done.code, "the model's own classes in another order" in done.stderr) == (2, True), done.stderr
+
+
 def test_logits_that_are_not_linear_are_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", "Gemma2ForCausalLM", final_logit_softcapping=0.5)
     opened = open_model(f"hf:{folder}", ModelRequest({"answers": ANSWERS}))

@@ -134,13 +134,18 @@ def choose_class_names(
     """Return the names given, else the model's, the data's or the published weights', else 0, 1, 2, ...
 
     Raises:
-        UsageError: the number of given names is not that of the network's classes.
+        UsageError: the number of given names is not that of the network's classes, or they are the model's in another order.
         DataError: the number of the model's or the data's names is not that of the network's classes.
     """
     if given is not None:
         if len(given) != num_classes:
             raise UsageError(
                 f"\0classes\0: expected {num_classes} names, one per output of the network; got {len(given)}"
+            )
+        if saved is not None and saved.classes is not None and {*given} == {*saved.classes} and given != saved.classes:
+            raise UsageError(
+                "\0classes\0: these are the model's own classes in another order",
+                hint=f"the model's order: {','.join(saved.classes)}",
             )
         return list(given)
     if saved is not None and saved.classes is not None:
