@@ -169,7 +169,7 @@ def _side(row: dict[str, Any]) -> tuple[str, str]:
 
 def test_a_new_score_is_offered_stored_and_read_back(done: list[Invocation], spherical: float) -> None:
     offered, made, again = done[0], done[1], done[2]
-    assert "shift_p,largest_shift,recognised,spherical." in "".join(offered.stdout.split())
+    assert "argmax_cost,largest_shift,recognised,spherical." in "".join(offered.stdout.split())
     assert made.code == 0, made.stderr
     metrics = made.json["rows"][0]["metrics"]
     found = {row["name"]: row for row in metrics if _side(row) == ("in", "combined")}
@@ -264,7 +264,7 @@ def test_a_score_of_an_installed_distribution_is_offered(tmp_path: Path) -> None
     install(tmp_path, {("scores", "round-score"): SPHERICAL})
     done = evaluate_help(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "shift_p,round_score." in "".join(done.stdout.split())
+    assert "argmax_cost,round_score." in "".join(done.stdout.split())
 
 
 TAKEN = "bnncli has a built-in part with this name"
