@@ -140,7 +140,7 @@ class MonitorOptions(CheckedOptions):
         check=_check_rate,
         group="Tests",
     )
-    reset: bool = option(False, "Forget the stream and its alarms, and begin anew.", group="Stream")
+    reset: bool = option(False, "Forget the stream and its alarms, and start over.", group="Stream")
     alarm_file: str | None = option(
         None,
         "Write this JSON file while there is an alarm, and remove it when there is none.",
@@ -470,16 +470,16 @@ def _open_state(run: Run, options: MonitorOptions, calibration: Calibration, tar
         return _begin(run, options, calibration, asked)
     header = read_posterior_header(target)
     state = _read_state(target)
-    begin_anew = "add \0reset\0 to begin anew, or \0name\0 NAME to watch beside it"
+    start_over = "add \0reset\0 to start over, or \0name\0 NAME to watch beside it"
     if header.meta["calibration"] != calibration.header.content_digest:
         was = f"{header.meta['posterior']}.{header.meta['variant']} on split {header.meta['split']!r}"
         message = f"{target} compares with predictions that have changed since ({was})"
-        raise DataError(message, code="stale_input", hint=begin_anew, path=target)
+        raise DataError(message, code="stale_input", hint=start_over, path=target)
     for name, value in asked.items():
         if value is not None and value != state.settings[name]:
             was = state.settings[name]
             shown = "none" if was is None else was if isinstance(was, str) else f"{was:g}"
-            raise UsageError(f"{target} began with \0{name}\0 {shown}; got {value}", hint=begin_anew)
+            raise UsageError(f"{target} began with \0{name}\0 {shown}; got {value}", hint=start_over)
     return state
 
 
@@ -895,7 +895,7 @@ def _finish(run: Run, options: MonitorOptions, result: Result, state: State, tar
             for name, one in alarms.items()
         ]
         result.failure = CheckFailed(
-            "; ".join(parts), code="alarm", hint="look at the examples since then; \0reset\0 begins anew"
+            "; ".join(parts), code="alarm", hint="look at the examples since then; \0reset\0 starts over"
         )
     return result
 

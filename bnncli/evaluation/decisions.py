@@ -187,7 +187,7 @@ class SetRule:
 
 
 def pool_rare_classes(counts: NDArray, least: int) -> list[int]:
-    """Return the classes that share one threshold, as they have too few of the examples, of which `counts` (K,) are known.
+    """Return the classes that share one threshold because they have too few examples, given the counts (K,).
 
     These are the classes with fewer than `least` examples, and the next smallest ones until the pool has that many. All
     of the pool together has the coverage, as in a cluster of Ding et al. (2023, arXiv:2306.09335).

@@ -45,7 +45,8 @@ def effective_size(weights: NDArray[np.float64]) -> float:
 def estimate_ratio(own: NDArray, other: NDArray, *, seed: int) -> DensityRatio:
     """Estimate the ratio from features own (N, D) and other (M, D), by logistic regression with cross-validation.
 
-    The log ratio is linear in the standardised features and their squared norm, which tells a change of scale. Each example's ratio comes from a model that was fitted without it. The penalty is the one of PENALTIES with the
+    The log ratio is linear in the standardised features and in their squared norm, which reacts to a change of scale.
+    Each example's ratio comes from a model that was fitted without it. The penalty is the one of PENALTIES with the
     lowest NLL out of fold.
     """
     from sklearn.linear_model import LogisticRegression

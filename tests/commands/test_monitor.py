@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused_in_one_line(cli: Cli, run: Path) -> None:
     cli(*monitor, "night.csv").expect(0)
     before = state_of(run).read_bytes()
     cli("monitor", run, "--alpha", 0.2).expect(2, "began with --alpha 0.01; got 0.2")
-    cli("monitor", run, "--score", "max_prob").expect(2, "--reset to begin anew, or --name NAME")
+    cli("monitor", run, "--score", "max_prob").expect(2, "--reset to start over, or --name NAME")
     cli("predict", run, "--posterior", "laplace", "--samples", 60, "--split", "calib", "--force").expect(0)
     cli("monitor", run).expect(65, "predictions that have changed since")
     assert state_of(run).read_bytes() == before
