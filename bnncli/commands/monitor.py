@@ -22,7 +22,7 @@ from bnncli.artifacts.outputs import (
     unescape_formula,
     write_figure,
 )
-from bnncli.artifacts.posteriors import RULE_KIND, read_posterior_header, read_tensors, write_decision, write_tensors
+from bnncli.artifacts.posteriors import RULE_KIND, read_posterior_header, write_decision, write_tensors
 from bnncli.artifacts.predictions import list_arrays
 from bnncli.artifacts.provenance import Source
 from bnncli.data.prediction_files import read_columns, read_labels, read_texts, split_prediction_place
@@ -30,18 +30,14 @@ from bnncli.errors import CheckFailed, DataError, MissingInput, UsageError
 from bnncli.evaluation.decisions import LAC, SETS, SetRule, SetScore, covering_rank
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.evaluation.monitoring import (
-    Alarm,
-    Capital,
     ConformalRanks,
     adapt_level,
     bet_on_losses,
     bet_on_p_values,
-    find_alarm,
     upper_rate,
 )
 from bnncli.figures import render
 from bnncli.figures.monitoring import ControlChart, draw_control_charts
-from bnncli.lazy import torch
 from bnncli.names import percent, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.numerics.random import stream_seed
@@ -50,6 +46,7 @@ from bnncli.options.declaration import CheckedOptions, check_split_name, option
 from bnncli.options.shared import check_variant
 from bnncli.session import revisions as _revisions
 from bnncli.session.decisions import find_calibration_predictions, maker_of, scores_of
+from bnncli.session.monitoring import ERRORS, INPUTS, KIND, NUM_BETS, State, Stream, read_state
 from bnncli.session.predictions import PredictionGroup
 from bnncli.session.produce import ComputationOutput, Request, produce
 from bnncli.session.run import Result, Run
@@ -61,7 +58,6 @@ from bnncli.session.states import remove_artifacts
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-KIND = "monitor"
 ADAPTIVE = "adaptive"  # name of the rule for adaptive sets
 DEFAULT_ALPHA = 0.01
 # Scores that tables of predict have: their column, and the sign that makes higher values in-distribution.
@@ -200,94 +196,6 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """One test on a stream: its observations so far, and the capital of the bets against no change.
-
-    Attributes:
-        keys: (T, 16) uint8, of the examples.
-        values: (T,) float64, their scores or losses.
-        path: (T,) float64, the log capital after each.
-    """
-
-    keys: NDArray
-    values: NDArray
-    path: NDArray
-    capital: Capital
-
-    @classmethod
-    def start(cls, num_bets: int) -> Stream:
-        """Return the test before any example."""
-        return cls(np.zeros((0, 16), np.uint8), np.zeros(0), np.zeros(0), Capital.start(num_bets))
-
-    def extend(self, keys: NDArray, values: NDArray, factors: NDArray) -> Stream:
-        """Return the test after these examples (n,), on which the bets pay factors (n, B)."""
-        capital, path = self.capital.play(factors)
-        joined = [np.concatenate(pair) for pair in ((self.keys, keys), (self.values, values), (self.path, path))]
-        return Stream(joined[0], joined[1], joined[2], capital)
-
-    def find_new(self, keys: NDArray) -> NDArray:
-        """Return the rows (n,) of keys (N, 16) that the test has not seen, the first of each."""
-        known = {key.tobytes() for key in self.keys}
-        rows = []
-        for row, key in enumerate(keys):
-            if (name := key.tobytes()) not in known:
-                known.add(name)
-                rows.append(row)
-        return np.array(rows, dtype=np.int64)
-
-    def to_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return the tensors to store."""
-        arrays = {
-            "keys": self.keys,
-            "values": self.values,
-            "path": self.path,
-            "log_shares": self.capital.log_shares,
-        }
-        return {f"{prefix}.{name}": torch.from_numpy(np.ascontiguousarray(one)) for name, one in arrays.items()}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], prefix: str) -> Stream:
-        """Return the stored test. Raises KeyError or ValueError where tensors are missing or do not fit."""
-        keys, values, path, shares = (
-            tensors[f"{prefix}.{name}"].numpy() for name in ("keys", "values", "path", "log_shares")
-        )
-        if not (keys.shape == (len(path), 16) and values.shape == path.shape and shares.ndim == 2):
-            raise ValueError(f"the shapes of {prefix} do not fit")
-        return cls(keys, values, path, Capital(shares))
-
-
-INPUTS, ERRORS = "inputs", "errors"
-_NUM_BETS = {INPUTS: bet_on_p_values(np.ones(1)).shape[-1], ERRORS: bet_on_losses(np.zeros(1), 0.5).shape[-1]}
-
-
-@dataclass(frozen=True)
-class State:
-    """What a monitor knows.
-
-    Attributes:
-        settings: score, alpha, max_error, coverage and seed, fixed when it began.
-        reference: error rate that the losses are tested against, and the level of that test; None without one.
-        sets: level of the adaptive sets; counts of the labelled examples with such a set, and of those whose set missed.
-    """
-
-    settings: dict[str, Any]
-    streams: dict[str, Stream]
-    reference: dict[str, float] | None
-    sets: dict[str, Any] | None
-
-    @property
-    def levels(self) -> dict[str, float]:
-        """Return the level of each test's alarm, whose sum with that of the reference is alpha."""
-        half = self.settings["alpha"] / 2
-        return {INPUTS: half, ERRORS: half if self.reference is None else self.reference["level"]}
-
-    def alarms(self) -> dict[str, Alarm]:
-        """Return the alarms by test."""
-        found = {name: find_alarm(stream.path, self.levels[name]) for name, stream in self.streams.items()}
-        return {name: alarm for name, alarm in found.items() if alarm is not None}
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The predictions that a stream is compared with."""
 
@@ -369,7 +277,7 @@ def execute(run: Run, options: MonitorOptions) -> Result:
         return ComputationOutput(publish, _describe(after, new))
 
     def when_fresh(found: Header) -> ComputationOutput:
-        made.append(_read_state(found.path))
+        made.append(read_state(found.path))
         return ComputationOutput(
             lambda provenance, may_replace: found.content_digest, _describe(made[-1], dict.fromkeys(state.streams, 0))
         )
@@ -469,7 +377,7 @@ def _open_state(run: Run, options: MonitorOptions, calibration: Calibration, tar
     if options.reset or not target.exists():
         return _begin(run, options, calibration, asked)
     header = read_posterior_header(target)
-    state = _read_state(target)
+    state = read_state(target)
     start_over = "add \0reset\0 to start over, or \0name\0 NAME to watch beside it"
     if header.meta["calibration"] != calibration.header.content_digest:
         was = f"{header.meta['posterior']}.{header.meta['variant']} on split {header.meta['split']!r}"
@@ -506,21 +414,7 @@ def _begin(run: Run, options: MonitorOptions, calibration: Calibration, asked: d
             raise DataError(message, code="no_labels", path=header.path)
         sets = {"level": 1 - settings["coverage"], "labelled": 0, "missed": 0}
     reference = calibration.find_reference(settings)
-    return State(settings, {name: Stream.start(size) for name, size in _NUM_BETS.items()}, reference, sets)
-
-
-def _read_state(path: Path) -> State:
-    tensors, header = read_tensors(path, kind=KIND)
-    try:
-        streams = {name: Stream.from_tensors(tensors, name) for name in _NUM_BETS}
-        return State(header.meta["settings"], streams, header.meta["reference"], header.meta["sets"])
-    except (KeyError, ValueError) as error:
-        raise DataError(f"{path} is damaged: {error}", code="damaged", path=path) from None
-
-
-def check_state(path: Path) -> None:
-    """Check the state of a monitor. Raises DataError where it is damaged."""
-    _read_state(path)
+    return State(settings, {name: Stream.start(size) for name, size in NUM_BETS.items()}, reference, sets)
 
 
 def _write_state(

@@ -14,14 +14,14 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND as DECISION
 from bnncli.artifacts.posteriors import read_decision, read_trained
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.commands.monitor import KIND as MONITOR
-from bnncli.commands.monitor import check_state
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
 from bnncli.evaluation.statistics import check_probabilities
 from bnncli.options.command import Argument, Command, CommonOptions
 from bnncli.session.calibration import KIND as CALIBRATION
 from bnncli.session.calibration import read_map
 from bnncli.session.inputs import open_posterior
+from bnncli.session.monitoring import KIND as MONITOR
+from bnncli.session.monitoring import read_state
 from bnncli.session.run import Result, Run, Table
 
 COMMAND = Command(
@@ -97,7 +97,7 @@ def check_artifact(path: Path) -> Header:
     elif header.kind == CALIBRATION:
         read_map(path)
     elif header.kind == MONITOR:
-        check_state(path)
+        read_state(path)
     elif header.kind == EXPORT:
         check_export(path)
     else:
