@@ -692,7 +692,9 @@ def read_costs(place: str, classes: Sequence[str]) -> CostRule:
         except ValueError as error:
             raise refuse(f"line {number}: {error}") from None
         if len(cells) != len(names) or not (np.abs(rows[name]) <= _LARGEST_COST).all():
-            raise refuse(f"line {number}: expected {len(names)} finite costs; got {', '.join(cells)}")
+            raise refuse(
+                f"line {number}: expected {len(names)} costs of at most {_LARGEST_COST:g}; got {', '.join(cells)}"
+            )
     if missing := [name for name in classes if name not in rows]:
         raise refuse(f"has no line for {_join_names(missing)}")
     return CostRule(np.array([rows[name] for name in classes]), tuple(names))

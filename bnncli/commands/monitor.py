@@ -27,13 +27,14 @@ from bnncli.artifacts.predictions import list_arrays
 from bnncli.artifacts.provenance import Source
 from bnncli.data.prediction_files import read_columns, read_labels, read_texts, split_prediction_place
 from bnncli.errors import CheckFailed, DataError, MissingInput, UsageError
-from bnncli.evaluation.decisions import LAC, SETS, SetRule, SetScore, covering_rank
+from bnncli.evaluation.decisions import LAC, SETS, SetRule, SetScore
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.evaluation.monitoring import (
     ConformalRanks,
     adapt_level,
     bet_on_losses,
     bet_on_p_values,
+    threshold_at_level,
     upper_rate,
 )
 from bnncli.figures import render
@@ -668,9 +669,8 @@ def _publish_sets(run: Run, calibration: Calibration, state: State) -> Result:
         labels = calibration.split.examples.labels
         assert labels is not None
         score = SetScore(LAC)
-        own = np.sort(score.of_labels(calibration.split.file.probs, labels))
-        rank = covering_rank(len(own), 1 - level) if 0 < level < 1 else None
-        threshold = -1.0 if level >= 1 else 2.0 if rank is None else float(own[rank - 1])  # scores are in [0, 1]
+        own = score.of_labels(calibration.split.file.probs, labels)
+        threshold = threshold_at_level(own, level)
         names = ("posterior", "integrator", "split", "num_examples")
         meta = {name: header.meta[name] for name in names} | {
             "variant": group.variant,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.evaluation.decisions import covering_rank
 from bnncli.lazy import special
 
 Floats = NDArray[np.float64]
@@ -161,3 +162,11 @@ def adapt_level(level: float, target: float, is_missed: NDArray) -> tuple[float,
     """
     weight = min(float(len(is_missed)), LARGEST_STEP / RATE)
     return level + RATE * weight * (target - float(np.mean(is_missed))), weight
+
+
+def threshold_at_level(scores: NDArray, level: float) -> float:
+    """Return the conformal threshold for scores (n,) in [0, 1] at an error level: 2 lets all classes in, -1 none."""
+    if level >= 1:
+        return -1.0
+    rank = covering_rank(len(scores), 1 - level) if level > 0 else None
+    return 2.0 if rank is None else float(np.sort(scores)[rank - 1])

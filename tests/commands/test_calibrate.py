@@ -362,8 +362,9 @@ def test_decisions_of_least_cost_are_in_the_table_and_judged(cli: Cli, run: Path
         ("true,a,b\n0,1,2\n1,1,2", "has no line for 2"),
         ("true,a,b\n0,1,2\n7,1,2", "line 3 is for '7', which is no class of the run (classes: 0, 1, 2)"),
         ("true,a,b\n0,1,2\n0,1,2", "line 3 is for '0', twice"),
-        ("true,a,b\n0,1", "line 2: expected 2 finite costs; got 1"),
-        ("true,a,b\n0,1,nan", "line 2: expected 2 finite costs; got 1, nan"),
+        ("true,a,b\n0,1", "line 2: expected 2 costs of at most 1e+100; got 1"),
+        ("true,a,b\n0,1,nan", "line 2: expected 2 costs of at most 1e+100; got 1, nan"),
+        ("true,a,b\n0,-1e308,1e308", "line 2: expected 2 costs of at most 1e+100; got -1e308, 1e308"),
         ("true,a,b\n0,1,x", "line 2: could not convert string to float: 'x'"),
     ],
 )

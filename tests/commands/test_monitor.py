@@ -13,6 +13,7 @@ import pytest
 from conftest import run_all
 from problems.arrays import make_arrays
 from problems.command_line import Cli
+from scipy import stats
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_decision, read_tensors
@@ -187,6 +188,16 @@ def test_labels_come_later_by_row_or_by_name(cli: Cli, run: Path) -> None:
     assert numbers_of(named)["tests"]["errors"]["examples"] == 200
     assert "1 of 201 names are not in the tables" in named.stderr
     cli("monitor", run, "--table", "bare.csv", "--table", "named.csv", "--labels", "labels.csv").expect(65, "600 rows")
+
+
+def test_the_levels_of_both_tests_and_of_the_reference_add_up_to_alpha(cli: Cli, run: Path) -> None:
+    tests = numbers_of(cli("monitor", run, "--table", "night.csv", "--alpha", 0.04, "--json").expect(0))["tests"]
+    assert tests["inputs"]["threshold_log10_e"] == pytest.approx(-np.log10(0.02))
+    assert tests["errors"]["threshold_log10_e"] == pytest.approx(-np.log10(0.01))
+    calib = read_predictions(run.with_name("small.bnn") / "predictions" / "laplace.mc" / "calib.h5")
+    wrong = int((np.asarray(calib.probs).argmax(axis=1) != np.asarray(calib.labels)).sum())
+    bound = stats.binomtest(wrong, len(calib.probs), alternative="less").proportion_ci(1 - 0.01).high
+    assert tests["errors"]["reference"] == pytest.approx(bound)
 
 
 def test_a_given_error_rate_is_the_reference(cli: Cli, run: Path) -> None:

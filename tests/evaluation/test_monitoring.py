@@ -17,6 +17,7 @@ from bnncli.evaluation.monitoring import (
     bet_on_losses,
     bet_on_p_values,
     find_alarm,
+    threshold_at_level,
     upper_rate,
 )
 
@@ -183,3 +184,11 @@ def test_adaptive_levels_keep_the_error_rate_under_any_drift(size):
             total, missed = total + weight, missed + weight * is_missed.mean()
             assert -LARGEST_STEP <= level <= 1 + LARGEST_STEP
         assert abs(missed / total - target) <= (1 + LARGEST_STEP) / (RATE * total)
+
+
+def test_thresholds_are_conformal_and_let_all_or_none_in_beyond_the_levels_of_a_probability():
+    scores = np.random.default_rng(9).permutation(np.arange(1, 20) / 20)  # 19 scores: ranks of 20
+    assert threshold_at_level(scores, 0.1) == 18 / 20
+    assert threshold_at_level(scores, 0.5) == 10 / 20
+    assert [threshold_at_level(scores, level) > 1 for level in (0.049, 0.0, -0.1)] == [True] * 3
+    assert [threshold_at_level(scores, level) < 0 for level in (1.0, 1.1)] == [True] * 2
