@@ -128,3 +128,11 @@ def is_averaged(name: str) -> bool:
 
 FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # with their file suffixes
 FEATURES_NAME = "features"  # takes the place of a posterior's name for feature scores
+
+
+def format_duration(seconds: float) -> str:
+    """Return an estimated time in the largest unit of which there are two, such as 90 s or 7 minutes."""
+    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(1.0, seconds):.0f} s"

@@ -26,7 +26,7 @@ from bnncli.inference.prior_variants import PriorTrial, search_prior
 from bnncli.inference.row_space import complete_draws
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
-from bnncli.names import count_noun, percent
+from bnncli.names import count_noun, format_duration, percent
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.declaration import option
@@ -71,6 +71,7 @@ from bnncli.session.row_spaces import row_space, span_to_fit
 from bnncli.session.run import Result, Run
 from bnncli.session.val_report import measure_on_val, val_lines
 from bnncli.structures import Covariance
+from bnncli.system.devices import estimate_speed
 from bnncli.system.memory import budget
 from bnncli.system.workers import team
 from bnncli.targets.network import NetworkTarget
@@ -364,10 +365,16 @@ def whiten_last_layer(
         gaussian = None if rows is not None else _find_reusable_gaussian(base, prior, structure, train)
         if gaussian is None:
             if structure != own and before is None:
+                seconds = structure_choice.fit_seconds(
+                    structure,
+                    span or train.layout,
+                    num_examples=len(train.content.features),
+                    speed=estimate_speed(run.device),
+                )
                 run.console.info(
                     f"using the {structure} Gaussian at the mode for the chains' coordinates instead of "
-                    f"fit-laplace's {own} one: computing it should take no longer than the draws, and the draws "
-                    "should be less correlated"
+                    f"fit-laplace's {own} one: computing it should take about {format_duration(seconds)}, no longer than "
+                    "the draws, which should be less correlated"
                 )
             start = fitting.start
             if rows is not None:

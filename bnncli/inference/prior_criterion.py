@@ -15,7 +15,7 @@ from bnncli.parameters.layouts import ClassifierLayout, LogitLayout, ParamLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import Covariance, num_varying
-from bnncli.structures.logit_gaussian import covariances_together, is_by_layer
+from bnncli.structures.logit_gaussian import covariances_together, is_by_layer, is_turned
 from bnncli.structures.logits import root_of_covariances
 from bnncli.targets.last_layer import HeldOutFeatures, row_blocks
 from bnncli.targets.target import CurvedTarget, HeldOut, HeldOutByLogits
@@ -76,6 +76,8 @@ def covariances_at_once(layout: ParamLayout, structure: str, num_draws: int) -> 
     """Return how many covariances of a structure to judge together: 1 if this saves no work or takes much memory."""
     if _draws_theta(layout, structure, num_draws):
         return 1
+    if is_turned(structure):  # the bases are shared
+        return max(1, _TOGETHER // layout.num_params)
     return max(1, _TOGETHER // int(registry.load_class("network_curvature", structure).num_elements(layout)))
 
 

@@ -35,7 +35,7 @@ _BRACKET_WORK = (
     1e7  # examples times parameters; above it, weak priors, whose modes take longest, are tried only if needed
 )
 _LEAST_BY_OUTPUT = 10  # examples
-_LEAST_VAL = 1000
+LEAST_VAL = 1000  # examples of val
 _PAYS = 0.5  # use all rows if the limit leaves more than this share
 
 
@@ -58,7 +58,7 @@ def search_rows(
 ) -> SearchRows:
     """Draw the rows for a search without replacement; their number depends only on sizes and the kind of device."""
     train = search_size(num_examples, num_params=num_params, num_outputs=num_outputs, device=device)
-    val = _size(num_val, max(int(_VAL_WORK[_kind(device)] / (num_params * NUM_DRAWS)), _LEAST_VAL))
+    val = _size(num_val, max(int(_VAL_WORK[_kind(device)] / (num_params * NUM_DRAWS)), LEAST_VAL))
     return SearchRows(_some(num_examples, train, generator), _some(num_val, val, generator))
 
 
@@ -355,6 +355,7 @@ TOLERANCES = {"val": 5e-5, "loo": 5e-5, "marglik": 0.1}
 LARGE_SLACK = 10.0
 Fit = TypeVar("Fit", covariant=True)
 _LIMIT = 100.0
+_LEAST_GAIN = 5e-5  # of the criterion, for one more pass over the examples
 _HALVINGS = 3  # the last step is an eighth of a decade; the parabola does the rest
 _LARGE_HALVINGS = 1  # for large heads, whose candidates take half a minute each
 
@@ -606,17 +607,20 @@ class Pace:
     Args:
         is_bracketed: judge grid points outwards from the checkpoint's own precision only until the criterion rises.
         num_halvings: of the step around the lowest point.
+        is_together: judge all points around the lowest one at once, since candidates share their work.
     """
 
     is_bracketed: bool
     num_halvings: int
+    is_together: bool = False
 
 
 def choose_pace(target: CurvedTarget, *, is_large: bool, shares_center: bool = False) -> Pace:
     """Return the pace of a search: the whole grid where that takes about a second, or one Hessian serves all points."""
     is_slow = target.num_examples * target.layout.num_params > _BRACKET_WORK
     is_bracketed = is_large or (is_slow and target.is_concave and not shares_center)
-    return Pace(is_bracketed, _LARGE_HALVINGS if is_large else _HALVINGS)
+    is_together = shares_center and not target.is_concave
+    return Pace(is_bracketed, _LARGE_HALVINGS if is_large else _HALVINGS, is_together)
 
 
 def search_lowest_fit(candidates: SearchedPrecisions[Fit], grid: list[float], pace: Pace) -> Fit:
@@ -638,12 +642,17 @@ def judge_precisions(candidates: SearchedPrecisions[Any], grid: list[float], pac
     else:
         candidates.judge_all(list(reversed(grid)))
     step = grid[1] - grid[0] if len(grid) > 1 else 0.0
-    for _ in range(pace.num_halvings if step else 0):
+    if step and pace.is_together:
+        around = [candidates.best + step * quarter / 4 for quarter in range(-3, 4)]
+        candidates.judge_all([key for key in around if grid[0] <= key <= grid[-1]])
+    for _ in range(pace.num_halvings if step and not pace.is_together else 0):
         step /= 2
         middle = candidates.best
         candidates.judge_all([max(middle - step, grid[0]), min(middle + step, grid[-1])])
     if step:
-        candidates.judge_all([_parabola_vertex(candidates.values, candidates.best)])
+        vertex, gain = _parabola_vertex(candidates.values, candidates.best)
+        if not pace.is_together or gain > _LEAST_GAIN:
+            candidates.judge_all([vertex])
 
 
 def _bracket(candidates: SearchedPrecisions[Any], grid: list[float]) -> None:
@@ -686,19 +695,24 @@ def _grid(lowest: float, highest: float) -> list[float]:
     return [math.log(lowest) + i * math.log(highest / lowest) / steps for i in range(steps + 1)]
 
 
-def _parabola_vertex(values: dict[float, float], best: float) -> float:
-    """Return the vertex of the parabola through the best point and its two neighbours; the best itself at an end."""
+def _parabola_vertex(values: dict[float, float], best: float) -> tuple[float, float]:
+    """Return the vertex of the parabola through the best point and its two neighbours, and how much lower it is.
+
+    At an end it is the best point itself.
+    """
     keys = sorted(values)
     place = keys.index(best)
     if place in (0, len(keys) - 1):
-        return best
+        return best, 0.0
     left, right = keys[place - 1], keys[place + 1]
     a, b = best - left, best - right
     rise_left, rise_right = values[best] - values[left], values[best] - values[right]
     bend = a * rise_right - b * rise_left
     if not math.isfinite(bend) or bend == 0:
-        return best
-    return min(max(best - 0.5 * (a * a * rise_right - b * b * rise_left) / bend, left), right)
+        return best, 0.0
+    slope = a * a * rise_right - b * b * rise_left
+    gain = abs(slope * slope / (4 * bend * a * b * (b - a)))
+    return min(max(best - 0.5 * slope / bend, left), right), gain
 
 
 @dataclass(frozen=True)

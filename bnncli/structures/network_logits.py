@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from bnncli.parameters.module import ModuleNetwork
 
 
+_CACHED_COVARIANCES = 2**25  # values of the logits' covariances that are cached, at most
 _BLOCK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: recorded values, gradients and Jacobians
 
 
@@ -68,11 +69,27 @@ def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
             together.
     """
     rooted = _build_roots(layout, theta, [blocks])
+    cached: list[Kept] = []
 
     def roots(inputs: Tensor) -> Iterator[Iterable[Tensor]]:
         return (chain.from_iterable(block) for block in rooted(inputs))
 
-    return Pulled(roots)
+    def recall(inputs: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
+        logits = None if layout.network is None else layout.network.kept.get(LOGITS)
+        if logits is None or logits.most * layout.num_outputs**2 > _CACHED_COVARIANCES:
+            return None
+        if not cached:
+            cached.append(Kept(logits.most))
+        block = cached[0].block(inputs)
+        if block is None or not len(inputs):
+            return None
+        if not block.is_known:
+            block.put(LOGITS, Rows(compute(inputs)))
+            block.finish()
+        found: Tensor = block.get(LOGITS).rows
+        return found
+
+    return Pulled(roots, recall)
 
 
 def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[Blocks]) -> Callable[[Tensor], Tensor]:
@@ -88,7 +105,7 @@ def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[
         for block in rooted(inputs):
             totals: list[Tensor] = []
             for roots in block:
-                squares = [root @ root.mT for root in map(torch.Tensor.double, roots)]
+                squares = [(root @ root.mT).double() for root in roots]
                 totals = (
                     squares if not totals else [total.add_(one) for total, one in zip(totals, squares, strict=True)]
                 )
@@ -460,10 +477,11 @@ class KeptBlock:
 
 
 @contextmanager
-def keeping(network: ModuleNetwork, most: int) -> Iterator[None]:
-    """Cache the ingredients of linearised logits inside the context, for up to `most` inputs."""
-    if most:
-        network.kept.update({name: Kept(most) for name in (LOGITS, DERIVATIVES)})
+def keeping(network: ModuleNetwork, most: int, *, most_derivatives: int) -> Iterator[None]:
+    """Cache, inside the context, linearised logits of up to `most` inputs, and Jacobians of up to `most_derivatives`."""
+    network.kept.update(
+        {name: Kept(count) for name, count in ((LOGITS, most), (DERIVATIVES, most_derivatives)) if count}
+    )
     try:
         yield
     finally:

@@ -509,7 +509,7 @@ def test_search_of_a_part_says_so(cli: Cli, tmp_path: Path, monkeypatch: pytest.
     assert "prior_precision_val_examples" not in whole
     monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 50})
     monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
-    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
+    monkeypatch.setattr(search_rows, "LEAST_VAL", 10)
     done = cli(*words, "--name", "part")
     metrics = done.json["metrics"]
     assert metrics["prior_precision_val_examples"] == 100
@@ -578,7 +578,7 @@ def test_folds_of_a_part_have_modes_of_all_rows(cli: Cli, tmp_path: Path, monkey
     run = new_run(cli, tmp_path / "run", arrays())
     monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 150})
     monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
-    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
+    monkeypatch.setattr(search_rows, "LEAST_VAL", 10)
     words = ("fit-laplace", run, "--structure", "full", "--fit-on", "train+val", "--prior-mean", "checkpoint")
     done = cli(*words, "--name", "part", "--json")
     metrics = done.json["metrics"]

@@ -58,6 +58,19 @@ def test_all_layers_are_fitted_predicted_with_and_up_to_date(cli: Cli, checkpoin
     assert Path("ckpt.pt.bnn/predictions/laplace-all.logit-mc/test.h5").is_file()  # of the linearised network
 
 
+def test_a_search_without_room_for_jacobians_uses_some_of_val(
+    cli: Cli, checkpoint_curvatures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("fit-laplace", "ckpt.pt", "--layers", "all", "--structure", "kron", "--trust-code", "--json")
+    assert "prior_precision_val_examples" not in cli(*words).json["metrics"]
+    monkeypatch.setattr("bnncli.inference.memory._KEPT_SHARE", 1 << 60)
+    monkeypatch.setattr("bnncli.commands.fit_laplace.network.LEAST_VAL", 12)
+    done = cli(*words, "--force")
+    metrics = done.json["metrics"]
+    assert "with 12 of 30 examples of val" in done.stderr
+    assert (metrics["prior_precision_val_examples"], metrics["val_num_examples"]) == (12, 30)
+
+
 @pytest.mark.parametrize("most_full", [pytest.param(2048, marks=pytest.mark.long), 0])
 def test_mode_of_all_layers(cli: Cli, checkpoint: Path, most_full: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("mode", "prior_search"):

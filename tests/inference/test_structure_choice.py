@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +28,7 @@ from bnncli.inference.prior_search import (
     choose_structure,
     first_near_the_best,
     is_short_search,
+    judge_precisions,
     search,
     search_rows,
     search_size,
@@ -355,6 +356,33 @@ def test_a_search_that_takes_seconds_leaves_precisions_out_and_finds_the_same(mo
     assert len(found[1].curve) < len(found[0].curve)
     assert found[1].best == pytest.approx(found[0].best, rel=1e-3)
     assert found[1].fit.log_joint == pytest.approx(found[0].fit.log_joint, rel=1e-5)
+
+
+class Curve:
+    """Candidates of a network: a smooth criterion of the log precision, judged in groups."""
+
+    def __init__(self, lowest: float, curvature: float) -> None:
+        self.lowest, self.curvature = lowest, curvature
+        self.values: dict[float, float] = {}
+        self.num_passes = 0
+
+    def judge_all(self, log_precisions: Sequence[float]) -> None:
+        self.num_passes += 1
+        for key in log_precisions:
+            away = key - self.lowest
+            self.values[key] = self.curvature * (away**2 + 0.05 * away**3)
+
+    @property
+    def best(self) -> float:
+        return min(self.values, key=lambda key: self.values[key])
+
+
+@pytest.mark.parametrize(("curvature", "num_passes"), [(1e-4, 2), (1.0, 3)])
+def test_a_search_with_shared_work_takes_few_passes(curvature: float, num_passes: int) -> None:
+    candidates = Curve(0.87, curvature)
+    judge_precisions(candidates, [math.log(10.0**power) for power in range(-3, 4)], Pace(False, 3, is_together=True))
+    assert candidates.num_passes == num_passes
+    assert candidates.values[candidates.best] < 5e-5
 
 
 def test_searches_of_shared_centers_and_small_ones_judge_the_whole_grid() -> None:

@@ -245,7 +245,7 @@ def test_moments_are_the_same_in_any_blocks_and_take_one_pass_of_each_input(stru
     module, target = make_target()
     every = gaussians(target, structure, target.layout.trained())
     expected = [one.logit_moments(target.inputs) for one in every]
-    with keeping(target.layout.network, NUM_INPUTS):
+    with keeping(target.layout.network, NUM_INPUTS, most_derivatives=NUM_INPUTS):
         every[0].logit_moments(target.inputs)
         calls = module.calls
         order = torch.randperm(NUM_INPUTS, generator=seeded(2))
@@ -258,13 +258,36 @@ def test_moments_are_the_same_in_any_blocks_and_take_one_pass_of_each_input(stru
         assert module.calls == calls
 
 
+def test_covariances_are_kept_where_jacobians_are_not() -> None:
+    module, target = make_target()
+    first, second = gaussians(target, "kron", target.layout.trained())[:2]
+    expected = [
+        (
+            *one.logit_moments(target.inputs),
+            *(one.logit_marginals(target.inputs, is_projected=flag)[1] for flag in (0, 1)),
+        )
+        for one in (first, second)
+    ]
+    with keeping(target.layout.network, NUM_INPUTS, most_derivatives=0):
+        for one, (mean, covariance, *variances) in zip((first, second), expected, strict=True):
+            one.logit_moments(target.inputs)
+            calls, some = module.calls, slice(2, 7)
+            torch.testing.assert_close(one.logit_moments(target.inputs[some]), (mean[some], covariance[some]))
+            for is_projected, variance in enumerate(variances):
+                found = one.logit_marginals(target.inputs[some], is_projected=bool(is_projected))
+                torch.testing.assert_close(found[1], variance[some], rtol=1e-5, atol=1e-7)
+            root = one.logit_root(target.inputs[some])[1]
+            assert module.calls == calls
+            torch.testing.assert_close(root.scale @ root.scale.mT, covariance[some], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("structure", ["kron", "diag"])
 def test_covariances_of_many_priors_share_it(structure: str) -> None:
     module, target = make_target()
     theta = target.layout.trained()
     covariances = [one.covariance for one in gaussians(target, structure, theta)]
     expected = covariances_together(covariances, target.layout, theta)(target.inputs)
-    with keeping(target.layout.network, NUM_INPUTS):
+    with keeping(target.layout.network, NUM_INPUTS, most_derivatives=NUM_INPUTS):
         first = covariances_together(covariances[:1], target.layout, theta)(target.inputs)
         torch.testing.assert_close(first, expected[:1])
         calls = module.calls
@@ -282,7 +305,7 @@ def test_another_theta_or_another_curvature_has_its_own() -> None:
     made = [gaussians(target, "kron", first)[0], gaussians(target, "kron", second)[0]]
     made.append(gaussians(other, "kron", second)[0])  # other bases at the same theta
     expected = [one.logit_moments(target.inputs) for one in made]
-    with keeping(target.layout.network, NUM_INPUTS):
+    with keeping(target.layout.network, NUM_INPUTS, most_derivatives=NUM_INPUTS):
         for one, moments in zip(made, expected, strict=True):
             torch.testing.assert_close(one.logit_moments(target.inputs), moments, rtol=1e-4, atol=1e-6)
     assert not target.layout.network.kept
@@ -293,7 +316,7 @@ def test_without_room_nothing_is_kept_of_what_exceeds_it(room: int) -> None:
     module, target = make_target()
     gaussian = gaussians(target, "kron", target.layout.trained())[0]
     expected = gaussian.logit_moments(target.inputs)
-    with keeping(target.layout.network, room) if room else nullcontext():
+    with keeping(target.layout.network, room, most_derivatives=room) if room else nullcontext():
         gaussian = replace(gaussian)  # without what the first has kept of its own
         torch.testing.assert_close(gaussian.logit_moments(target.inputs), expected)
         calls = module.calls
@@ -305,7 +328,7 @@ def test_without_room_nothing_is_kept_of_what_exceeds_it(room: int) -> None:
 def test_room_is_planned_as_it_is_taken(structure: str) -> None:
     _, target = make_target()
     gaussian = gaussians(target, structure, target.layout.trained())[0]
-    with keeping(target.layout.network, NUM_INPUTS):
+    with keeping(target.layout.network, NUM_INPUTS, most_derivatives=NUM_INPUTS):
         gaussian.logit_moments(target.inputs)
         made = [one for kept in target.layout.network.kept.values() for one in kept.made.values()]
         taken = sum(part.nbytes for one in made for part in one if isinstance(part, Tensor))

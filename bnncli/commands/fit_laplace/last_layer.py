@@ -42,6 +42,7 @@ from bnncli.inference.prior_variants import Fold, FoldSearch, search_folds, stra
 from bnncli.inference.row_space import RowLift, lift_fit
 from bnncli.inference.structure_choice import NUM_FOLDS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
 from bnncli.lazy import torch
+from bnncli.names import format_duration
 from bnncli.parameters.layouts import HeadLayout, MatrixLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.point import Point
@@ -182,7 +183,7 @@ def _cost_text(
         if is_search:
             counts = {"num_fits": SEARCH_FITS - 1, "num_modes": SEARCH_MODES - 1}
             seconds += fit_seconds(name, layout, num_examples=searched, speed=speed, **counts)
-        return f"about {bytes_text(needed[name])} and {_seconds_text(seconds)}"
+        return f"about {bytes_text(needed[name])} and {format_duration(seconds)}"
 
     text = f"using {chosen} for {layout.num_params:,} parameters ({cost(chosen)})"
     if fitting:
@@ -191,13 +192,6 @@ def _cost_text(
         needs = ", ".join(f"{name} needs {bytes_text(needed[name])}" for name in too_large)
         text += f"; {needs}, but only {bytes_text(available)} can be used"
     return text
-
-
-def _seconds_text(seconds: float) -> str:
-    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(1.0, seconds):.0f} s"
 
 
 class _Fitted(NamedTuple):

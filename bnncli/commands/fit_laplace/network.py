@@ -20,8 +20,9 @@ from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian, num_effective
 from bnncli.inference.linear_draws import draw_linearised
 from bnncli.inference.memory import NetworkPlan
-from bnncli.inference.prior_search import PriorSearch, search
+from bnncli.inference.prior_search import LEAST_VAL, PriorSearch, search
 from bnncli.inference.prior_variants import choose_layer_precisions
+from bnncli.lazy import torch
 from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
@@ -31,6 +32,7 @@ from bnncli.session.costs import Cost
 from bnncli.session.fits import FitInputs, FitOutput, Fitting
 from bnncli.session.inputs import Split
 from bnncli.session.run import Run
+from bnncli.structures.logit_gaussian import is_by_layer
 from bnncli.structures.network_logits import keeping
 from bnncli.targets.curvature_choice import HESSIAN, kinds_of, structures_of
 from bnncli.targets.network import NetworkTarget
@@ -53,7 +55,7 @@ def check_network(inputs: FitInputs, options: FitLaplaceOptions) -> None:
 class NetworkLaplace(Laplace):
     """A fit over the network's chosen parameters."""
 
-    algo_rev: ClassVar[int] = _revisions.of_laplace(in_span=False)
+    algo_rev: ClassVar[int] = _revisions.LAPLACE_OF_LAYERS
 
     @cached_property
     def planned(self) -> PlannedFit:
@@ -81,7 +83,7 @@ class PlannedFit:
         plan: sizes of the fit in memory.
         structure: covariance structure to fit.
         planned_bytes: memory at the peak of the fit.
-        num_kept: validation examples whose linearised logits are computed once and kept; 0 where memory is short.
+        num_kept: validation examples whose Jacobians are computed once and kept; 0 where memory is short.
     """
 
     plan: NetworkPlan
@@ -124,13 +126,20 @@ def fit_network(fitting: Fitting, options: FitLaplaceOptions, criterion: str, pl
     run, whole, held = fitting.run, fitting.train, fitting.val
     structure, network = planned.structure, planned.plan.layout.network
     assert network is not None
-    with keeping(network, planned.num_kept):
+    with keeping(network, fitting.inputs.num_val, most_derivatives=planned.num_kept):
         weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
         target = cast(NetworkTarget, whole.target(Prior(weight_precision, options.own_bias_precision), run.device))
         target = target.with_choice(options.curvature_choice)
         with counting_passes() as tally:
             fit, found, facts = _fit_gaussian(
-                run, options, criterion, target, start=fitting.start, structure=structure, held=held
+                run,
+                options,
+                criterion,
+                target,
+                start=fitting.start,
+                structure=structure,
+                held=held,
+                is_kept=planned.num_kept > 0,
             )
         facts |= _mode_metrics(run, fit, found)
         posterior: Gaussian[Any] | LinearDraws = fit.gaussian
@@ -165,8 +174,12 @@ def _fit_gaussian(
     start: Tensor,
     structure: str,
     held: Split | None,
+    is_kept: bool,
 ) -> tuple[LaplaceFit, PriorSearch | None, dict[str, Any]]:
     """Fit at the given prior precision, or at the one that `criterion` chooses (on `held`, for val).
+
+    Args:
+        is_kept: whether Jacobians on val are computed once; if not, the search uses only some of its examples.
 
     Returns:
         The fit, the search for the prior precision if there was one, and metrics of the layers' own precisions.
@@ -180,9 +193,13 @@ def _fit_gaussian(
     try:
         if criterion == "number":
             return fit_gaussian(target, **common), None, {}
-        held_out = None
+        held_out, counts = None, {}
         if criterion == "val" and held is not None:
-            held_out = target.held_out(held.stored, held.labels(run.device))
+            searched = held
+            if not is_kept and is_by_layer(structure) and len(held.stored) > LEAST_VAL:
+                searched = _some_examples(run, held)
+                counts = {"prior_precision_val_examples": LEAST_VAL}
+            held_out = target.held_out(searched.stored, searched.labels(run.device))
         found = search(
             target, criterion=criterion, held_out=held_out, generator=run.stream("fit-laplace/val"), **common
         )
@@ -191,7 +208,7 @@ def _fit_gaussian(
             return (
                 chosen.fit,
                 found,
-                {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain},
+                counts | {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain},
             )
     except NumericError as error:
         if options.curvature != HESSIAN:
@@ -199,7 +216,15 @@ def _fit_gaussian(
         hint = "away from a mode the Hessian may be indefinite: use --curvature ggn or a larger --prior-precision"
         raise NumericError(error.message, hint=hint) from None
     warn_of_edge(run, found)
-    return found.fit, found, {}
+    return found.fit, found, counts
+
+
+def _some_examples(run: Run, held: Split) -> Split:
+    """Return LEAST_VAL random examples of val."""
+    text = f"{LEAST_VAL:,} of {len(held.stored):,} examples of val"
+    run.console.info(f"searching for the prior precision with {text}; the scores use all")
+    rows = torch.randperm(len(held.stored), generator=run.stream("fit-laplace/search"))[:LEAST_VAL]
+    return held.take(rows.sort().values)
 
 
 def _mode_metrics(run: Run, fit: LaplaceFit, found: PriorSearch | None) -> dict[str, Any]:
