@@ -45,6 +45,7 @@ class FeatureFile:
         num_truncated: number of texts or clips that the model truncated; None for other examples.
         head_notes: notes on how the head was extracted.
         likelihood: of the labels by name; None for one class per example.
+        groups: (N,) int64, the group of each example, such as its text or patient; None if all are independent.
     """
 
     name: str
@@ -61,6 +62,7 @@ class FeatureFile:
     num_truncated: int | None = None
     head_notes: tuple[str, ...] = ()
     likelihood: str | None = None
+    groups: Array | None = None
 
 
 def write_features(
@@ -84,6 +86,7 @@ def write_features(
         "head/bias": split.head_bias,
         "check_logits": split.check_logits,
         "sample_name": split.names,
+        "groups": split.groups,
     }
     arrays |= {name: value for name, value in optional.items() if value is not None}
     counts = None
@@ -144,6 +147,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureFile:
         num_truncated=header.meta.get("num_truncated"),
         head_notes=tuple(header.meta.get("head_notes", ())),
         likelihood=read_recorded_name(header.meta),
+        groups=arrays.get("groups"),
     )
     check_split(path, split)
     return split
@@ -162,6 +166,8 @@ def check_split(path: Path, split: FeatureFile) -> None:
         raise DataError(f"{path}: expected features in float32 or float16, got {split.features.dtype}", path=path)
     if split.names is not None and (split.names.shape != (rows,) or split.names.dtype.kind != "S"):
         raise DataError(f"{path}: expected one name for each of {rows} rows", code="bad_shape", path=path)
+    if split.groups is not None and (split.groups.shape != (rows,) or split.groups.dtype != np.int64):
+        raise DataError(f"{path}: expected one group for each of {rows} rows", code="bad_shape", path=path)
     if split.likelihood not in (None, MULTILABEL, *([BINARY] if split.head_weight is None else [])):
         raise DataError(f"{path}: unknown likelihood {split.likelihood!r}", code="damaged", path=path)
     bad = _rows_not_finite(split.features)
@@ -262,6 +268,13 @@ def read_sample_ids(path: Path) -> Array:
     with open_hdf5(path) as file:
         ids: Array = file["sample_id"][()]
     return ids
+
+
+def read_groups(path: Path) -> Array | None:
+    """Read the group of each example, (N,) int64, but not the features; None without groups."""
+    with open_hdf5(path) as file:
+        groups: Array | None = file["groups"][()] if "groups" in file else None
+    return groups
 
 
 _DAMAGE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, MemoryError)

@@ -25,6 +25,7 @@ class PredictionFile:
         mutual_info: (N,) float32, nats; None for integrators without draws.
         labels: (N,) int64, (N, C) uint8 for multi-label, or None.
         sample_id: (N,) int64.
+        groups: (N,) int64, as in the features.
         classes: the C class names.
         probs_samples: (S, N, C) float16, of every draw; only on request.
         interval: (N, 2) float32, central interval of the posterior of the predicted class's probability, with level
@@ -61,6 +62,7 @@ class PredictionFile:
     group_probs: Array | None = None
     group_rows: Array | None = None
     group_weights: Array | None = None
+    groups: Array | None = None
 
     @property
     def is_exclusive(self) -> bool:
@@ -82,6 +84,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "group_probs": ("G", "R", "C"),
     "group_rows": ("R",),
     "group_weights": ("G",),
+    "groups": ("N",),
 }
 _OF_LABELS: dict[str, tuple[str, ...]] = {
     "labels": ("N", "C"), "interval": ("N", "C", "2"), "log_concentration": ("N", "C", "2")

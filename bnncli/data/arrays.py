@@ -10,11 +10,11 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from bnncli.data.labels import FROM_1, check_labels, common_task
+from bnncli.data.labels import FROM_1, check_labels, common_task, number_groups
 from bnncli.data.transform import normalise_dtype
 from bnncli.errors import DataError, DeviceError, Untrusted
 from bnncli.likelihoods import likelihood_of
@@ -52,6 +52,7 @@ class ArrayDataset:
     is_sized: bool = False
     names: None = None
     items: str = "arrays"
+    groups: np.ndarray | None = None
 
     @property
     def is_labeled(self) -> bool:
@@ -68,8 +69,7 @@ class ArrayDataset:
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
         """Return the arrays themselves, and the rows."""
-        found = {"x": self.inputs, "rows": rows}
-        return found if self.labels is None else {**found, "y": self.labels}
+        return with_known({"x": self.inputs, "rows": rows}, y=self.labels, groups=self.groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +82,7 @@ class NamedArrays:
     is_sized: bool = False
     names: None = None
     items: str = "arrays"
+    groups: np.ndarray | None = None
 
     @property
     def is_labeled(self) -> bool:
@@ -99,8 +100,8 @@ class NamedArrays:
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """Return the arrays themselves, and the rows."""
-        found = {**{f"x.{name}": array for name, array in self.inputs.items()}, "rows": rows}
-        return found if self.labels is None else {**found, "y": self.labels}
+        inputs = {f"x.{name}": array for name, array in self.inputs.items()}
+        return with_known({**inputs, "rows": rows}, y=self.labels, groups=self.groups)
 
 
 def check_named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *, where: str) -> NamedArrays:
@@ -119,6 +120,11 @@ def check_named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | No
     num_rows = next(iter(sizes.values()))
     checked = None if labels is None else check_labels(labels, num_rows=num_rows, where=where)
     return NamedArrays(dict(inputs), checked)
+
+
+def with_known(arrays: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+    """Return the arrays with those of the others that are not None."""
+    return {**arrays, **{name: array for name, array in others.items() if array is not None}}
 
 
 def row_index(rows: np.ndarray) -> slice | np.ndarray:
@@ -152,6 +158,14 @@ def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) 
         native = native.astype(np.float64)
     checked = None if labels is None else check_labels(labels, num_rows=len(inputs), where=where)
     return ArrayDataset(native, checked)
+
+
+def check_groups(groups: np.ndarray, *, num_rows: int, where: str) -> np.ndarray:
+    """Return the group of each row, as `number_groups` does. Raises DataError unless there is one text or number per row."""
+    if groups.shape != (num_rows,) or groups.dtype.kind not in "iufU":
+        found = f"type {groups.dtype} and shape {groups.shape}"
+        raise DataError(f"{where} has {found}, expected texts or numbers of shape ({num_rows},)", code="bad_groups")
+    return number_groups(groups.tolist(), where=where)
 
 
 def npz_names(path: Path) -> list[str]:
@@ -402,15 +416,16 @@ def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
         place += 8 + (size if kind == _COMPRESSED else -(-size // 8) * 8)
 
 
-_FEATURES, _LABELS, _NAMES = "features_", "labels_", "names_"
+_FEATURES, _LABELS, _NAMES, _GROUPS = "features_", "labels_", "names_", "groups_"
 _EXPECTED = (
-    "features_<split> (N, D), labels_<split> (N,) or (N, L), names_<split> (N,), head_weight (K, D), head_bias (K,)"
+    "features_<split> (N, D), labels_<split> (N,) or (N, L), names_<split> (N,), groups_<split> (N,), head_weight (K, D), "
+    "head_bias (K,)"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureDataset:
-    """Features (rows, D) float32, labels (rows,) int64 or (rows, L) uint8 or None, and a text per row in `texts`, or None."""
+    """Features (rows, D) float32; labels (rows,) int64 or (rows, L) uint8, a text per row and groups (rows,) int64, or None."""
 
     features: np.ndarray
     labels: np.ndarray | None
@@ -418,6 +433,7 @@ class FeatureDataset:
     classes: None = None
     is_sized: bool = True
     items: str = "arrays"
+    groups: np.ndarray | None = None
 
     @property
     def is_labeled(self) -> bool:
@@ -441,8 +457,8 @@ class FeatureDataset:
         """Return the rows and all their contents."""
         features, labels = self.read(rows)
         texts = None if self.texts is None else self.texts[rows]
-        parts = {"features": features, "sample_id": rows, "labels": labels, "names": texts}
-        return {name: part for name, part in parts.items() if part is not None}
+        groups = None if self.groups is None else self.groups[rows]
+        return with_known({"features": features, "sample_id": rows}, labels=labels, names=texts, groups=groups)
 
 
 @dataclass(frozen=True)
@@ -487,7 +503,7 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = (), ta
     path = Path(path)
     names = npz_names(path)
     splits = feature_splits(path)
-    known = {f"{kind}{split}" for split in splits for kind in (_FEATURES, _LABELS, _NAMES)} | {
+    known = {f"{kind}{split}" for split in splits for kind in (_FEATURES, _LABELS, _NAMES, _GROUPS)} | {
         "head_weight",
         "head_bias",
     }
@@ -513,7 +529,14 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = (), ta
         split: _texts(arrays[key], key, len(features[split]), path)
         for split in splits if (key := f"{_NAMES}{split}") in arrays
     }  # fmt: skip
-    found = {split: FeatureDataset(array, labels.get(split), texts.get(split)) for split, array in features.items()}
+    groups = {
+        split: check_groups(arrays[key], num_rows=len(features[split]), where=f"{path}: {key}")
+        for split in splits if (key := f"{_GROUPS}{split}") in arrays
+    }  # fmt: skip
+    found = {
+        split: FeatureDataset(array, labels.get(split), texts.get(split), groups=groups.get(split))
+        for split, array in features.items()
+    }
     return FeatureArrays(found, head_weight, head_bias, likelihood)
 
 

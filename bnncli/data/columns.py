@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.names import by_number, format_names, quote_name
 
 LABEL = "label"
+GROUP = "group"
+BESIDE = (LABEL, GROUP)  # may be named beside an input or predictions
 INPUTS = ("text", "image", "audio", "x")
 PROBS, LOGITS = "probs", "logits"
 
@@ -41,13 +43,13 @@ def split_place(place: str, keys: Sequence[str], expected: str) -> tuple[Path, d
     A colon belongs to the file's name if such a file exists, and a comma without `KEY=` behind it to a column's name.
 
     Args:
-        keys: those besides label, which exclude each other.
+        keys: those besides label and group, which exclude each other.
         expected: the beginning of messages.
 
     Raises:
         UsageError: the columns have another form.
     """
-    path, key = Path(place).expanduser(), rf"(?:{'|'.join([*keys, LABEL])})="
+    path, key = Path(place).expanduser(), rf"(?:{'|'.join([*keys, *BESIDE])})="
     if path.exists():
         return path, {}
     starts = [match.start() for match in re.finditer(f":(?={key})", place)]
@@ -60,10 +62,10 @@ def split_place(place: str, keys: Sequence[str], expected: str) -> tuple[Path, d
         return Path(place[:start]).expanduser(), {"": text}
     for part in re.split(f",(?={key})", text):
         name, _, value = part.partition("=")
-        if name not in (*keys, LABEL) or name in found or (not value and name != LABEL):
+        if name not in (*keys, *BESIDE) or name in found or (not value and name != LABEL):
             raise UsageError(f"{expected}; got {text!r}")
         found[name] = value
-    if len(found.keys() - {LABEL}) > 1:
+    if len(found.keys() - {*BESIDE}) > 1:
         one_of = f"{', '.join(f'{one}=' for one in keys[:-1])} and {keys[-1]}="
         raise UsageError(f"{expected}, with only one of {one_of}; got {text!r}")
     return Path(place[:start]).expanduser(), found
@@ -131,6 +133,16 @@ class Columns:
         return ", ".join(shown[:_MOST_SHOWN]) or "none"
 
 
+def find_group(columns: Columns, named: Mapping[str, str]) -> str | None:
+    """Return the column of groups that the user named, or None. Raises DataError or UsageError unless it is one column."""
+    if GROUP not in named:
+        return None
+    names = columns.resolve(named[GROUP])
+    if len(names) > 1:
+        raise UsageError(f"{columns.where}: group= takes one {columns.noun}; got {named[GROUP]!r}")
+    return names[0]
+
+
 def find_labels(
     columns: Columns, given: str | None, *, is_alone: bool = False, has_header: bool = True
 ) -> tuple[str, ...]:
@@ -171,17 +183,19 @@ def find_labels(
 
 
 class Roles(NamedTuple):
-    """The columns of an input, of one kind, and of the label.
+    """The columns of an input, of one kind, of the label and of the group.
 
     Attributes:
         kind: text, image, audio or x.
         inputs: one column; two for a pair of texts, several for the numbers of a row.
         labels: one column; several for a matrix of zeros and ones, one per class; none without labels.
+        group: None without groups.
     """
 
     kind: str
     inputs: tuple[str, ...]
     labels: tuple[str, ...]
+    group: str | None = None
 
 
 def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None) -> Roles:
@@ -195,13 +209,16 @@ def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None)
         DataError: a named column does not exist.
         UsageError: input or label are missing or ambiguous, or the header looks like an example.
     """
+    group = find_group(columns, named)
+    if group is not None:
+        columns = replace(columns, holds={name: holds for name, holds in columns.holds.items() if name != group})
     labels = find_labels(columns, named.get(LABEL), has_header="x" in named)
-    for kind in named.keys() - {LABEL}:
+    for kind in named.keys() - {*BESIDE}:
         inputs = columns.resolve(named[kind])
         if kind != "x" and len(inputs) > (2 if kind == "text" else 1):
             most = "one column, or two for pairs" if kind == "text" else "one column"
             raise UsageError(f"\0data\0 {columns.kind}: {kind}= takes {most}; got {named[kind]!r}")
-        return Roles(kind, inputs, labels)
+        return Roles(kind, inputs, labels, group)
     others = {name: holds for name, holds in columns.holds.items() if name not in labels}
     texts = {name.casefold(): name for name, holds in others.items() if holds == TEXT}
     files = [name for name, holds in others.items() if holds == FILE]
@@ -212,7 +229,7 @@ def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None)
         kind = "text"
         for pair in _TEXT_PAIRS:
             if all(name in texts for name in pair):
-                return Roles(kind, tuple(texts[name] for name in pair), labels)
+                return Roles(kind, tuple(texts[name] for name in pair), labels, group)
         found = [texts[name] for name in _TEXT_NAMES if name in texts] or list(texts.values())
     if not found:
         numbers = [name for name, holds in others.items() if holds in (WHOLE, REAL, LIST)]
@@ -220,7 +237,7 @@ def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None)
         message = f"found no {kind} column; its columns, apart from the label: {columns.describe(without=labels)}"
         raise columns.error(message, "name the column", f"{kind}=COLUMN{as_numbers}")
     both = f", or use both as a pair: text={found[0]}+{found[-1]}" if kind == "text" else ""
-    return Roles(kind, (columns.only(found, kind, kind, also=both),), labels)
+    return Roles(kind, (columns.only(found, kind, kind, also=both),), labels, group)
 
 
 class PredictionColumns(NamedTuple):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.likelihoods import MULTILABEL
 from bnncli.names import count_noun, format_names, is_split, quote_name
-from bnncli.numerics.digests import file_sha256
+from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.progress import Progress
 from bnncli.system.input_files import convert_read_errors, open_regular
 
@@ -127,6 +128,38 @@ def check_largest(label: int, where: str) -> None:
             f"{where} has {label}, expected at most {MAX_CLASSES - 1}", code="bad_labels",
             hint="number the classes from 0: np.unique(labels, return_inverse=True)[1]",
         )  # fmt: skip
+
+
+def number_groups(values: Sequence[Any], *, where: str) -> np.ndarray:
+    """Return the group of each row, (N,) int64: whole numbers from 0 as they are, and digests of other values, below 0.
+
+    A number identifies a group only within its source, a digest in every source.
+
+    Args:
+        values: texts or numbers.
+        where: the column or array, for messages.
+
+    Raises:
+        DataError: a row has no group.
+    """
+    texts = [_missing_as_empty(value) for value in values]
+    if "" in texts:
+        hint = "give every row a group; a row on its own is a group of one"
+        raise DataError(f"{where}: row {texts.index('')} has no group", code="bad_groups", hint=hint)
+    if all(_NUMBER_FROM_0.fullmatch(text) for text in texts):
+        return np.array(texts, dtype=np.int64)
+    digests = {text: -1 - int(json_sha256(text)[:15], 16) for text in dict.fromkeys(texts)}
+    return np.array([digests[text] for text in texts], dtype=np.int64)
+
+
+_NUMBER_FROM_0 = re.compile("0|[1-9][0-9]{0,17}")  # below 2^63
+
+
+def _missing_as_empty(value: Any) -> str:
+    """Return a cell as text, whole numbers without decimals; empty for None, NaN and spaces."""
+    if isinstance(value, float):
+        return "" if value != value else str(int(value)) if value.is_integer() else repr(value)
+    return "" if value is None else str(value).strip()
 
 
 def explain_matrix(labels: np.ndarray) -> tuple[str, str]:

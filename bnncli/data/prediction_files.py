@@ -13,22 +13,25 @@ import numpy as np
 
 from bnncli.data.arrays import npz_shapes, read_npy, read_npz
 from bnncli.data.columns import (
+    BESIDE,
     LABEL,
     LOGITS,
     PROBS,
     Columns,
+    find_group,
     find_labels,
     find_predictions,
     prediction_like_columns,
     split_place,
 )
+from bnncli.data.labels import number_groups
 from bnncli.data.table_files import LIST, OTHER, REAL, TEXT, UTF16_MARKS, WHOLE, Table, open_delimited, open_parquet
 from bnncli.data.tables import Labels, convert_labels, convert_multi_labels, format_unlabelled_note, is_number
 from bnncli.errors import DataError
 from bnncli.names import format_names, quote_name
 from bnncli.system.input_files import open_regular
 
-_FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; join several columns with +, or match them with one *)"
+_FORM = "FILE[:probs=COLUMN,label=COLUMN,group=COLUMN] (or logits=COLUMN; join several columns with +, or match them with one *)"
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
 _MUTUAL_INFO = "mutual_info"
@@ -63,6 +66,7 @@ class FilePredictions:
         unordered: class columns, if nothing says that their order is that of numeric labels.
         note: set if all labels are -1 or missing.
         beside: the same predictions as logits (N, C), and their name, if the file has both.
+        groups: (N,) int64, if the user named their column; else None.
     """
 
     path: Path
@@ -75,6 +79,7 @@ class FilePredictions:
     unordered: tuple[str, ...] = ()
     note: str = ""
     beside: tuple[np.ndarray, str] | None = None
+    groups: np.ndarray | None = None
 
 
 def read_given_predictions(place: str, *, wanted: str | None = None, has_labels: bool = True) -> FilePredictions:
@@ -97,7 +102,7 @@ def read_given_predictions(place: str, *, wanted: str | None = None, has_labels:
     if isinstance(source, Table):
         if len(source) == 0:  # nothing says what its columns hold
             raise DataError(f"{where} has no rows", code="empty_split", path=path)
-        if not named.keys() - {LABEL}:
+        if not named.keys() - {*BESIDE}:
             _check_cells(source, where)
         _check_one_origin(source, where)
     chosen = find_predictions(columns, named, wanted)
@@ -119,7 +124,19 @@ def read_given_predictions(place: str, *, wanted: str | None = None, has_labels:
     info = np.array(source.values([_MUTUAL_INFO])[0], np.float64) if has_info else None
     info = info if info is not None and info.shape == (len(values),) and np.isfinite(info).all() else None
     beside = (_read_matrix(source, chosen.others, where), chosen.others[0]) if chosen.others else None
-    return FilePredictions(path, name, values, chosen.holds, classes, labels, info, unordered, note, beside)
+    groups = _read_groups(source, find_group(columns, named), len(values))
+    return FilePredictions(path, name, values, chosen.holds, classes, labels, info, unordered, note, beside, groups)
+
+
+def _read_groups(source: Table | _Arrays, name: str | None, num_rows: int) -> np.ndarray | None:
+    """Return the group of each row, or None if no column is named. Raises DataError."""
+    if name is None:
+        return None
+    where = f"{quote_name(source.path, limit=300)}: {source.noun} {quote_name(name)}"
+    (values,) = source.values([name])
+    if len(values) != num_rows or any(isinstance(value, list) for value in values[:1]):
+        raise DataError(f"{where}: expected one text or number for each of {num_rows} rows", code="bad_groups")
+    return number_groups(values, where=where)
 
 
 def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[str, ...] = ()) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bnncli.data.arrays import with_known
 from bnncli.data.labels import check_labels
 from bnncli.errors import UNREADABLE, DataError, UsageError
 from bnncli.names import quote_name
@@ -182,6 +183,7 @@ class WaveDataset:
     is_sized: bool = False
     names: None = None
     items: str = "audio"
+    groups: np.ndarray | None = None
 
     @property
     def is_labeled(self) -> bool:
@@ -199,7 +201,7 @@ class WaveDataset:
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """Return the arrays themselves, the rate, and the rows."""
         found = {"x": self.waves, "sampling_rate": np.array([self.rate]), "rows": rows}
-        return found if self.labels is None else {**found, "y": self.labels}
+        return with_known(found, y=self.labels, groups=self.groups)
 
 
 def is_waves(array: np.ndarray) -> bool:

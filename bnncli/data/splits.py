@@ -69,6 +69,11 @@ class CachedDataset:
         """Class names in the order of the labels."""
         return tuple(self.told["classes"].tolist()) if "classes" in self.told else None
 
+    @property
+    def groups(self) -> np.ndarray | None:
+        """Group of each example, (rows,) int64, or None."""
+        return self.told.get("groups")
+
     @cached_property
     def names(self) -> tuple[str, ...] | None:
         """Names of the examples."""
@@ -154,7 +159,8 @@ def _key(kind: str, place: str, preprocess: Preprocess, files: Sequence[Path]) -
 def _collect_facts(dataset: Dataset, key: str) -> dict[str, np.ndarray]:
     identity = dataset.identity(np.zeros(0, np.int64), SILENT) or {}
     found = {f"{_IDENTITY}{name}": np.asarray(array) for name, array in identity.items() if name != "rows"}
-    parts = {"labels": dataset.labels, "classes": dataset.classes, "names": dataset.names}
+    groups = getattr(dataset, "groups", None)
+    parts = {"labels": dataset.labels, "classes": dataset.classes, "names": dataset.names, "groups": groups}
     found |= {name: np.asarray(value) for name, value in parts.items() if value is not None}
     facts = {"key": key, "num_rows": len(dataset), "is_sized": dataset.is_sized, "items": dataset.items}
     return found | {name: np.asarray(value) for name, value in facts.items()}
@@ -172,6 +178,22 @@ def hold_out_rows(num_rows: int, count: int, seed: int) -> tuple[np.ndarray, np.
         raise ValueError(f"expected a count between 0 and {num_rows} rows, got {count}")
     order = permutation(num_rows, seed)
     return np.sort(order[count:]), np.sort(order[:count])
+
+
+def hold_out_groups(groups: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions that stay and that move, both ascending: whole groups, as near to `count` rows as they allow.
+
+    Groups are taken in an order chosen by the seed; at least one stays and at least one moves.
+
+    Args:
+        groups: (N,), the group of each row; at least two.
+    """
+    _, index, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = permutation(len(sizes), seed)
+    totals = np.cumsum(sizes[order])[:-1]
+    is_moved = np.zeros(len(sizes), dtype=bool)
+    is_moved[order[: 1 + int(np.abs(totals - count).argmin())]] = True
+    return np.flatnonzero(~is_moved[index]), np.flatnonzero(is_moved[index])
 
 
 def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
@@ -198,11 +220,18 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
 def hold_out(splits: Mapping[str, InputSplit], text: str, *, seed: int) -> dict[str, InputSplit]:
     """Move N random rows of OLD into NEW, given `NEW=OLD:N`, and return all splits.
 
+    Rows that have groups move by whole groups, as near to N rows as these allow.
+
     Raises:
-        UsageError: as in parse_hold_out.
+        UsageError: as in parse_hold_out, or all rows of OLD are of one group.
     """
     new, old, count = parse_hold_out(text, {name: len(split) for name, split in splits.items()})
-    stay, move = hold_out_rows(len(splits[old]), count, seed)
+    groups = splits[old].groups
+    if groups is not None and (groups == groups[0]).all():
+        raise UsageError(f"\0hold_out\0 {text}: all rows of {old!r} are of one group, which is not divided")
+    stay, move = (
+        hold_out_rows(len(splits[old]), count, seed) if groups is None else hold_out_groups(groups, count, seed)
+    )
     kept, moved = (replace(splits[old].take(rows), held_out=text) for rows in (stay, move))
     return {**splits, old: kept, new: replace(moved, name=new)}
 
@@ -213,7 +242,10 @@ Stored: TypeAlias = "np.ndarray | Tensor | Mapping[str, np.ndarray] | Mapping[st
 
 
 class Dataset(Protocol):
-    """Stored examples, read by row."""
+    """Stored examples, read by row.
+
+    A data set whose rows are not independent also has `groups`, (rows,) int64: the text, patient or session of each row.
+    """
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -306,6 +338,12 @@ class InputSplit:
         if not self.is_labeled or known is None:
             return None
         return known[self.rows] if self.numbering is None else self.numbering.of(known[self.rows])
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        """Group (N,) int64 of each example; None if all are independent."""
+        known: np.ndarray | None = getattr(self.dataset, "groups", None)
+        return None if known is None else known[self.rows]
 
     @property
     def shown_labels(self) -> np.ndarray | None:

@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 
 from bnncli.data.arrays import TOKEN_IDS
-from bnncli.data.columns import INPUTS, LABEL, Columns, Roles, find_roles, split_place
-from bnncli.data.labels import IF_UNKNOWN, check_hashed, check_labels, hash_files
+from bnncli.data.columns import BESIDE, INPUTS, Columns, Roles, find_roles, split_place
+from bnncli.data.labels import IF_UNKNOWN, check_hashed, check_labels, hash_files, number_groups
 from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
 from bnncli.data.sound import Sound, check_decodable, decode_sound
 from bnncli.data.table_files import FILE, LIST, Blocks, Table, files_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def split_columns(place: str, kind: str) -> tuple[str, dict[str, str]]:
     """Split off the columns named after a place, as `split_place` does: `FILE:text=COL,label=COL`."""
     expected = f"\0data\0 {kind}: expected columns such as text=COL,label=COL"
-    path, named = split_place(place, INPUTS, f"{expected} (keys: {', '.join(f'{key}=' for key in (*INPUTS, LABEL))})")
+    path, named = split_place(place, INPUTS, f"{expected} (keys: {', '.join(f'{key}=' for key in (*INPUTS, *BESIDE))})")
     return (place, {}) if not named or "" in named else (str(path), named)
 
 
@@ -247,7 +247,7 @@ class TableDataset:
     """Texts, images, sound or numbers in the columns of a table.
 
     Attributes:
-        labels: (rows,) int64, or None.
+        labels, groups: (rows,) int64, or None.
         paths: of the images or sound files (rows,), if the table has paths.
         mode: of the images.
     """
@@ -261,6 +261,7 @@ class TableDataset:
     mode: str = ""
     is_sized: bool = True
     note: str = ""
+    groups: np.ndarray | None = None
     _known_digests: list[str] = field(default_factory=list, repr=False)
 
     @property
@@ -298,9 +299,10 @@ class TableDataset:
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """Return digests of the files and of images or sound they name, the columns, class names, and the rows."""
+        of_group = () if self.roles.group is None else ("group", self.roles.group)
         found = {
             "sha256": np.array(self._digests(rows, progress)),
-            "columns": np.array([self.roles.kind, *self.roles.inputs, "label", *self.roles.labels]),
+            "columns": np.array([self.roles.kind, *self.roles.inputs, "label", *self.roles.labels, *of_group]),
             "classes": np.array(self.classes or (), dtype=str),
             "rows": rows,
         }
@@ -436,7 +438,8 @@ def table_dataset(table: Table, named: Mapping[str, str], preprocess: Preprocess
     takes = None if preprocess.transform is None else preprocess.transform.takes
     roles = find_roles(Columns(table.columns, where, spelled), named, takes=takes)
     has_paths = roles.kind in ("image", "audio") and table.columns[roles.inputs[0]] != FILE
-    values = table.values([*roles.labels, *(roles.inputs if has_paths else ())])
+    group = () if roles.group is None else (roles.group,)
+    values = table.values([*roles.labels, *group, *(roles.inputs if has_paths else ())])
     if len(table) == 0:
         raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
     labels = _labels(table, roles, values[: len(roles.labels)], where)
@@ -444,7 +447,10 @@ def table_dataset(table: Table, named: Mapping[str, str], preprocess: Preprocess
     if roles.kind == "audio":
         check_decodable(paths or ())
     note = format_unlabelled_note(roles.labels) if roles.labels and labels.numbers is None else ""
-    found = TableDataset(table, roles, labels.numbers, labels.classes, preprocess, paths, note=note)
+    groups = None
+    if roles.group is not None:
+        groups = number_groups(values[len(roles.labels)], where=f"{where}: column {quote_name(roles.group)}")
+    found = TableDataset(table, roles, labels.numbers, labels.classes, preprocess, paths, note=note, groups=groups)
     if roles.kind != "image":
         return found
     return replace(found, mode=_mode(found, preprocess))

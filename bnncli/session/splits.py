@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bnncli.artifacts.features import read_sample_ids
+from bnncli.artifacts.features import read_groups, read_sample_ids
 from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
@@ -199,9 +199,9 @@ FIT_SPLITS = {"train", "val"}
 
 
 def describe_shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list[str]:
-    """Return a warning for every two in-distribution splits, named or all, with the same rows of the same source.
+    """Return a warning for every two in-distribution splits, named or all, with the same rows or groups.
 
-    A rotated or corrupted copy may accompany its original, unless it is used for training or tuning.
+    Rows and numbered groups are those of the same source; groups with names are the same in every source. A rotated or corrupted copy may accompany its original, unless it is used for training or tuning.
     """
     sources, shifted = {}, set()
     for name in (split for split in folder.splits() if names is None or split in names):
@@ -213,7 +213,15 @@ def describe_shared_rows(folder: RunFolder, names: Collection[str] | None = None
     found = []
     for first, second in combinations(sources, 2):
         is_copy = {first, second} & shifted and not {first, second} & FIT_SPLITS
-        if sources[first] != sources[second] or is_copy:
+        if is_copy:
+            continue
+        if count := _count_shared_groups(folder, first, second, is_same_source=sources[first] == sources[second]):
+            found.append(
+                f"splits {first!r} and {second!r} share {count} groups: scores on one depend on what was fitted or tuned "
+                "on the other"
+            )
+            continue
+        if sources[first] != sources[second]:
             continue
         ids, others = (read_sample_ids(folder.features(name)) for name in (first, second))
         count = len(np.intersect1d(ids, others))
@@ -223,6 +231,15 @@ def describe_shared_rows(folder: RunFolder, names: Collection[str] | None = None
                 "on what was fitted or tuned on the other"
             )
     return found
+
+
+def _count_shared_groups(folder: RunFolder, first: str, second: str, *, is_same_source: bool) -> int:
+    """Return the number of groups that two splits share: of one source all, else those identified by a name."""
+    groups = [read_groups(folder.features(name)) for name in (first, second)]
+    if groups[0] is None or groups[1] is None:
+        return 0
+    shared = np.intersect1d(groups[0], groups[1])
+    return len(shared) if is_same_source else int((shared < 0).sum())
 
 
 _FEATURES = "features"

@@ -212,6 +212,7 @@ def _compute_split(
         check_logits=None if head is None else head.logits(features[:CHECK_ROWS]),
         is_ood=split.is_ood,
         names=encode_names(split.names),
+        groups=split.groups,
         likelihood=likelihood,
     )
     heads[split.name] = drop_rows(content)

@@ -196,6 +196,7 @@ class NetworkFeatures:
             sample_id=split.rows,
             check_logits=None if whole.logits is None else whole.logits.numpy(),
             names=encode_names(split.names),
+            groups=split.groups,
             num_truncated=whole.num_truncated if split.items in ("texts", "audio") else None,
         )
         preprocess = {

@@ -351,8 +351,9 @@ def prepare_split(
     check_split(target, content)
     check_free_space(target.parent, content.features.nbytes)
     fit = fit_of(content, is_judged=not is_shifted, progress=run.console)
+    in_groups = "" if content.groups is None else f" in {len(np.unique(content.groups))} groups"
     summary = [
-        f"{content.name}: {len(content.features)} examples, {content.features.shape[1]} features"
+        f"{content.name}: {len(content.features)} examples{in_groups}, {content.features.shape[1]} features"
         + ("" if content.labels is not None else ", no labels")
     ]
 
@@ -375,7 +376,9 @@ def prepare_split(
 
 def drop_rows(content: FeatureFile) -> FeatureFile:
     """Return a split's head, classes and width, without its examples."""
-    return replace(content, features=content.features[:0].copy(), labels=None, names=None, sample_id=np.empty(0))
+    return replace(
+        content, features=content.features[:0].copy(), labels=None, names=None, groups=None, sample_id=np.empty(0)
+    )
 
 
 def add_head(run: Run, split: str, made: Mapping[str, FeatureFile]) -> FeatureFile:

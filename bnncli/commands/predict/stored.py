@@ -53,6 +53,7 @@ def predict_split(
         predicted,
         labels=split.content.labels,
         sample_id=split.content.sample_id,
+        groups=split.content.groups,
         classes=split.content.classes,
         choice=choice,
         combined=combined,
@@ -95,6 +96,7 @@ def build_prediction_file(
     classes: list[str],
     choice: IntegratorChoice,
     combined: NDArray | None,
+    groups: Any = None,
 ) -> PredictionFile:
     """Return the predictions of N examples as a prediction file holds them.
 
@@ -102,8 +104,9 @@ def build_prediction_file(
         labels: (N,) or (N, L), or None.
         sample_id: (N,).
         combined: (N,), the combined out-of-distribution score; None without one.
+        groups: (N,), the group of each example; None without groups.
     """
-    prediction, groups = predicted.prediction, predicted.integrator.groups
+    prediction, of_draws = predicted.prediction, predicted.integrator.groups
     return PredictionFile(
         probs=prediction.probs.numpy(),
         entropy=prediction.entropy.numpy(),
@@ -120,7 +123,8 @@ def build_prediction_file(
         top_k=_count_ranked_classes(prediction.log_concentration, choice.top_k),
         group_probs=_numpy(prediction.group_probs),
         group_rows=_numpy(predicted.group_rows),
-        group_weights=None if predicted.group_rows is None or groups is None else groups.weights.numpy(),
+        group_weights=None if predicted.group_rows is None or of_draws is None else of_draws.weights.numpy(),
+        groups=groups,
     )
 
 

@@ -1,13 +1,15 @@
 """`npz:FILE[:x,y]`: arrays of inputs and labels in a NumPy archive.
 
 `npz:FILE:input_ids+attention_mask,y` names several inputs, which the network takes by name. The same holds for a single
-array (N, L) of integers, which are token ids: `npz:FILE:input_ids,y`. For audio models the inputs are waves (N, T) or
+array (N, L) of integers, which are token ids: `npz:FILE:input_ids,y`. An array `groups` (N,) has the group of each row. For audio models the inputs are waves (N, T) or
 (N, T, channels), integers or reals in [-1, 1], and the array `sampling_rate` has their rate in Hz.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from bnncli.data.arrays import (
     ArrayDataset,
     NamedArrays,
     array_dataset,
+    check_groups,
     check_named_arrays,
     npz_names,
     read_npz,
@@ -31,6 +34,7 @@ FORM = Form("npz:FILE[:x,y]", 10, "Arrays of inputs and labels in a NumPy archiv
 
 DEFAULT_NAMES = ("x", "y")
 RATE = "sampling_rate"
+GROUPS = "groups"
 
 
 def exists(place: str) -> bool:
@@ -51,13 +55,24 @@ def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArra
     if not 1 <= len(names) <= 2:
         raise UsageError(f"npz: expected FILE, FILE:INPUTS or FILE:INPUTS,LABELS; got {place!r}")
     inputs = _inputs(path, names[0])
-    arrays = read_npz(path, [*inputs, *names[1:]])
+    has_groups = GROUPS in npz_names(path) and GROUPS not in (*inputs, *names[1:])
+    arrays = read_npz(path, [*inputs, *names[1:], *([GROUPS] if has_groups else [])])
     labels = arrays[names[1]] if len(names) == 2 else None
+    dataset = _dataset(path, arrays, inputs, labels, preprocess)
+    if not has_groups:
+        return dataset
+    where = f"npz:{path}: array {quote_name(GROUPS)}"
+    return replace(dataset, groups=check_groups(arrays[GROUPS], num_rows=len(dataset), where=where))
+
+
+def _dataset(
+    path: Path, arrays: Mapping[str, np.ndarray], inputs: list[str], labels: np.ndarray | None, preprocess: Preprocess
+) -> ArrayDataset | NamedArrays | WaveDataset:
     if len(inputs) > 1 or inputs == [TOKEN_IDS] or (inputs != ["x"] and _can_be_tokens(arrays[inputs[0]])):
         return check_named_arrays({name: arrays[name] for name in inputs}, labels, where=f"npz:{path}")
-    if preprocess.transform is not None and preprocess.transform.takes == "audio" and is_waves(arrays[names[0]]):
-        return wave_dataset(arrays[names[0]], labels, _sampling_rate(path), where=f"npz:{path}")
-    return array_dataset(arrays[names[0]], labels, where=f"npz:{path}")
+    if preprocess.transform is not None and preprocess.transform.takes == "audio" and is_waves(arrays[inputs[0]]):
+        return wave_dataset(arrays[inputs[0]], labels, _sampling_rate(path), where=f"npz:{path}")
+    return array_dataset(arrays[inputs[0]], labels, where=f"npz:{path}")
 
 
 def _can_be_tokens(array: np.ndarray) -> bool:

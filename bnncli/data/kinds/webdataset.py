@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from bnncli.data.arrays import read_npy
+from bnncli.data.columns import GROUP
 from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
 from bnncli.data.shards import (
     Part,
@@ -34,7 +35,7 @@ from bnncli.data.shards import (
 )
 from bnncli.data.sound import decode_sound
 from bnncli.data.tables import convert_labels, format_unlabelled_note, split_columns
-from bnncli.errors import DataError
+from bnncli.errors import DataError, UsageError
 from bnncli.names import format_names, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.declaration import Form
@@ -177,6 +178,8 @@ def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
         DataError: a shard is damaged, there are no examples, one lacks its input or label, or labels break a rule.
     """
     pattern, named = split_columns(place, "webdataset")
+    if GROUP in named:
+        raise UsageError("\0data\0 webdataset: group= is not supported here; write the examples as parquet or jsonl")
     where = f"webdataset:{pattern}"
     shards = shard_paths(pattern)
     path, first = next(((path, example) for path in shards for example in examples_of(path)), (None, None))
