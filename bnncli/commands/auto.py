@@ -619,6 +619,7 @@ def _measure_detection(run: Run, train: TrainData, val: Split, outside: list[Spl
         return []
     threshold, bootstrap = fit_outliers(own, FALSE_ALARM), Bootstrap(level=LEVEL, seed=run.compute.seed)
     for split in outside:
+        bootstrap = bootstrap.of_splits(val, split)
         far, name = train.combined_scores(split), split.content.name
         if far is None or not len(far):
             continue
@@ -786,7 +787,7 @@ class _Paired:
     def _predicted(self, posterior: str, integrator: str) -> SplitProbabilities:
         judged, val = self.scores.judged_on(self.files[posterior])
         probs = predict_split_probs(self.scores.run, judged, val, integrator)
-        return SplitProbabilities(val.content.name, probs, val.content.labels)
+        return SplitProbabilities(val.content.name, probs, val.content.labels, groups=val.groups)
 
 
 def compute(

@@ -110,9 +110,9 @@ def fit_calibration(run: Run, options: FitCalibrationOptions, val: Split, base_p
     if not bool(torch.isfinite(logits).all()):
         raise NumericError("the logits on val are not finite", hint="find the damaged file with bnncli verify")
     labels = val.labels(run.device)
-    data = CalibrationData.of(LabelledLogits(logits, labels, layout.likelihood))
+    data = CalibrationData.of(LabelledLogits(logits, labels, layout.likelihood), groups=val.groups)
     found = fit_maps(data, options.map, run.stream("fit-calibration/folds"), progress=run.console)
-    chosen, why = (found.named(options.map), None) if options.map else choose_map(found.fitted)
+    chosen, why = (found.named(options.map), None) if options.map else choose_map(found.fitted, groups=data.groups)
     probs = data.likelihood.class_probabilities(torch.from_numpy(chosen.logits), dim=1).float().numpy()
     metrics = {
         **describe_maps(found, chosen, why, data),

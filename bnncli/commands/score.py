@@ -126,9 +126,9 @@ def calibrate(run: Run, options: ScoreOptions, given: GivenPredictions, place: s
     name = None if options.fit_calibration == AUTO else options.fit_calibration
     data, floor = calibration.calibration_data(given, name)
     tried = calibration.fit_maps(data, name, stream(options.seed, "fit-calibration/folds"), progress=run.console)
-    chosen, why = (tried.named(name), None) if name is not None else choose_map(tried.fitted)
+    chosen, why = (tried.named(name), None) if name is not None else choose_map(tried.fitted, groups=data.groups)
     metrics = calibration.describe_maps(tried, chosen, why, data)
-    before = score_predictive("given", given.probs, data.labels)
+    before = score_predictive("given", given.probs, data.labels, groups=data.groups)
 
     def publish_map() -> Row:
         digest = calibration.write_map(run, out, given, chosen, metrics, floor=floor, seed=options.seed)
@@ -167,7 +167,7 @@ def execute(run: Run, options: ScoreOptions) -> Result:
     groups = _groups(given, place, options)
     names = [_describe_predictions(given), *({**_describe_predictions(given), "split": name} for name in groups)]
     check_names(options.assertions, names)
-    bootstrap = _bootstrap(run, options, len(given.probs))
+    bootstrap = _bootstrap(run, options, given, *outside)
     for text in (one.doubt for one in (given, *outside) if one.doubt is not None):
         run.console.warn(text)
     for text in describe_rare_classes(given.name, given.labels, given.classes, is_exclusive=given.is_exclusive):
@@ -318,14 +318,16 @@ def _warn_of_no_labels(run: Run, given: GivenPredictions, shown: list[Row]) -> N
 def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: str, members: Any) -> Row:
     """Return the row of one group, with all scores of its examples except detection."""
     own = given.of_rows(members, f"{given.name}/{name}")
-    bootstrap = _bootstrap(run, options, len(members))
+    bootstrap = _bootstrap(run, options, own)
     metrics = split_rows(own, options.settings, bootstrap, poll=run.console.poll)
     described: Row = {**_describe_predictions(given), "group": name, "num_examples": len(members), "metrics": metrics}
     found: Row = spell_options(described)
     return found
 
 
-def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | None:
+def _bootstrap(run: Run, options: ScoreOptions, *splits: GivenPredictions) -> Bootstrap | None:
+    """Return the bootstrap of these splits, the first of which is scored."""
+    num_rows = len(splits[0].probs)
     replicates = options.replicates(num_rows)
     if replicates == 0:
         if options.bootstrap is None:
@@ -333,7 +335,7 @@ def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | No
                 f"{num_rows} rows: no bootstrap intervals by default (add --bootstrap 1000; takes minutes)"
             )
         return None
-    return Bootstrap(replicates, options.level, options.seed)
+    return Bootstrap(replicates, options.level, options.seed).of_splits(*splits)
 
 
 def _describe_predictions(given: GivenPredictions) -> Row:

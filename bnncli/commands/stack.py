@@ -124,6 +124,8 @@ def _val(run: Run) -> Split:
     val = require_labeled_val(run, "members are chosen and weighted")
     if len(val.content.features) < FEWEST_ROWS:
         raise UsageError(f"val has only {len(val.content.features)} rows; stacking needs at least {FEWEST_ROWS}")
+    if val.groups is not None and len(val.groups) < NUM_FOLDS:
+        raise UsageError(f"val has only {len(val.groups)} groups; stacking needs at least {NUM_FOLDS}")
     return val
 
 
@@ -136,7 +138,8 @@ class _Val:
     def __init__(self, run: Run, val: Split) -> None:
         self.layout, self.device = val.layout, run.device
         self.features, self.labels = val.features(run.device), val.labels(run.device)
-        self.folds = stratified_folds(self.labels, NUM_FOLDS, run.stream("stack/folds")).to(run.device)
+        folds = stratified_folds(self.labels, NUM_FOLDS, run.stream("stack/folds"), groups=val.groups)
+        self.folds = folds.to(run.device)
         self.left_out = [(self.folds == fold).nonzero()[:, 0] for fold in range(NUM_FOLDS)]
         self.order = torch.cat(self.left_out).argsort()
 

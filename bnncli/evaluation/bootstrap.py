@@ -1,13 +1,13 @@
-"""Standard errors of scores: bootstrap over examples, and the Monte Carlo error over draws of the posterior."""
+"""Standard errors of scores: bootstrap over examples or over groups of them, and the Monte Carlo error over draws of the posterior."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from bnncli.errors import DataError
 from bnncli.lazy import np
@@ -18,9 +18,23 @@ from bnncli.system.workers import Parts
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from bnncli.evaluation.groups import RowGroups
+
 BLOCK_WEIGHTS = 1 << 20  # weights held at once (4 MB, fits into a cache)
 _COUNTED = 1 << 17  # indices drawn and counted at once, to stay in the cache
 METHODS = ("percentile", "basic")
+
+
+class GroupedSplit(Protocol):
+    """A split whose rows may have groups."""
+
+    @property
+    def name(self) -> str:
+        """Name of the split."""
+
+    @property
+    def groups(self) -> RowGroups | None:
+        """Groups of dependent rows; None if all rows are independent."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +45,33 @@ class Bootstrap:
         num_replicates: R, at least 1.
         level: level of the intervals, between 0 and 1.
         seed: seed of the weights.
+        groups: groups of dependent rows, by split; a split that has them is resampled by whole groups.
     """
 
     num_replicates: int = 1000
     level: float = 0.95
     seed: int = 0
+    groups: Mapping[str, RowGroups] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_replicates < 1 or not 0 < self.level < 1:
             raise ValueError(f"expected a replicate and a level in (0, 1), got {self.num_replicates} and {self.level}")
+
+    def of_splits(self, *splits: GroupedSplit) -> Bootstrap:
+        """Return the bootstrap that resamples these splits by their groups, where they have any."""
+        return replace(self, groups={split.name: split.groups for split in splits if split.groups is not None})
+
+    def num_units(self, split: tuple[str, int]) -> int:
+        """Return the number of groups, or else of examples, that are resampled in a split (name, N)."""
+        name, size = split
+        return len(self.groups[name]) if name in self.groups else size
+
+    def resampled(self, *splits: str) -> dict[str, Any]:
+        """Return what an interval over these splits records of groups; empty without groups."""
+        counts = [len(self.groups[name]) if name in self.groups else None for name in splits]
+        if not any(counts):
+            return {}
+        return {"resampled": "groups", "num_groups": counts if len(counts) > 1 else counts[0]}
 
     def blocks(self, *splits: tuple[str, int]) -> list[range]:
         """Return the ranges of replicates whose weights for these splits (name, N) are held at once."""
@@ -50,18 +82,24 @@ class Bootstrap:
     def weights(
         self, *splits: tuple[str, int], only: Container[int] | None = None
     ) -> Iterator[tuple[NDArray[np.float32], ...]]:
-        """Yield blocks (b, N) of example counts, one array per split (name, N >= 1); each row sums to N.
+        """Yield blocks (b, N) of example counts, one array per split (name, N >= 1).
+
+        Each row sums to N; with groups, to the size of all drawn groups.
 
         Args:
             only: indices of the blocks to yield; all by default.
         """
-        streams = [np.random.default_rng(stream_seed(self.seed, f"bootstrap/{name}/{size}")) for name, size in splits]
+        units = [(name, self.num_units((name, size))) for name, size in splits]
+        streams = [np.random.default_rng(stream_seed(self.seed, f"bootstrap/{name}/{size}")) for name, size in units]
         for number, block in enumerate(self.blocks(*splits)):
             signals.raise_if_interrupted("bootstrap")
             if only is None or number in only:
-                yield tuple(_counts(one, len(block), size) for one, (_, size) in zip(streams, splits, strict=True))
+                counts = [
+                    (name, _counts(one, len(block), size)) for one, (name, size) in zip(streams, units, strict=True)
+                ]
+                yield tuple(self.groups[name].spread(own) if name in self.groups else own for name, own in counts)
             else:
-                for stream, (_, size) in zip(streams, splits, strict=True):
+                for stream, (_, size) in zip(streams, units, strict=True):
                     deque(_draw_indices(stream, len(block), size), maxlen=0)
 
     def replicates(self, statistic: Callable[..., NDArray], *splits: tuple[str, int]) -> NDArray[np.float64]:
@@ -80,21 +118,27 @@ class Bootstrap:
         estimate: float,
         replicates: NDArray,
         *,
+        splits: Sequence[str] = (),
         method: str = "percentile",
         bounds: tuple[float, float] = (-math.inf, math.inf),
     ) -> dict[str, Any]:
         """Return `standard_error` and `interval` of a metric row; both None if fewer than half of the replicates are defined.
 
+        Both are None, too, if a split has a single group.
+
         Args:
             replicates: (R,); non-finite ones, where the statistic is undefined, are skipped.
+            splits: names of the resampled splits.
             method: see `interval`.
             bounds: range of the score.
         """
         known = replicates[np.isfinite(replicates)]
-        if 2 * len(known) < len(replicates) or len(known) < 2:
+        is_single = any(name in self.groups and len(self.groups[name]) < 2 for name in splits)
+        if 2 * len(known) < len(replicates) or len(known) < 2 or is_single:
             return {"standard_error": None, "interval": None}
         low, high = interval(estimate, known, level=self.level, method=method, bounds=bounds)
         shown = {"low": low, "high": high, "level": self.level, "method": method, "replicates": len(known)}
+        shown |= self.resampled(*splits)
         return {"standard_error": float(known.std(ddof=1)), "interval": shown}
 
 

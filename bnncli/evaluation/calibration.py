@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.statistics import NO_LABELS, ExampleStatistics, Floats, ScoreForm, ScoreGroup, row_blocks
+from bnncli.evaluation.groups import RowGroups
+from bnncli.evaluation.statistics import (
+    NO_LABELS,
+    ExampleStatistics,
+    Floats,
+    ScoreForm,
+    ScoreGroup,
+    row_blocks,
+    total_weights,
+)
 from bnncli.lazy import sparse, special
 
 NUM_DRAWS = 1000  # draws of a calibrated model's labels
@@ -286,18 +295,48 @@ def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str)
         sums = bin_sums(weights, index, values, num_bins=num_bins)
         count, gap = sums[..., 0], np.abs(sums[..., 1])
         mean_gap = gap / np.maximum(count, 1)
-        found = [gap.sum(axis=1) / len(index), mean_gap.max(axis=1)]
+        found = [gap.sum(axis=1) / total_weights(weights), mean_gap.max(axis=1)]
         if strategy == "equal-mass":
             found.append(_estimate_debiased_root(count, mean_gap, sums[..., 2] / np.maximum(count, 1)))
         return np.stack(found, axis=1)
 
-    def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
+    def judge(generator: np.random.Generator, level: float | None, groups: RowGroups | None) -> list[dict[str, Any]]:
+        if groups is not None:
+            found = _judge_groups(confidence, is_right, index, groups, generator, level, num_bins=num_bins)
+            return [found, *([_not_of_groups(level)] * (len(members) - 1))]
         bins = bin_events(confidence, is_right, index, num_bins=num_bins)
         return judge_errors(
             bins, [total_form(len(index)), _largest_form(bins), _debiased_form(bins)][: len(members)], generator, level
         )
 
     return ScoreGroup(members, statistic, against_chance=judge)
+
+
+_NOT_OF_GROUPS = "not computed for rows in groups, which are dependent"
+
+
+def _not_of_groups(level: float | None) -> dict[str, Any]:
+    """Return what the row of a calibration error has instead of floor, test and interval if rows are in groups."""
+    none = {"floor": None, "floor_undefined": _NOT_OF_GROUPS}
+    return none if level is None else {**none, "interval": None}
+
+
+def _judge_groups(
+    values: NDArray,
+    events: NDArray,
+    index: NDArray,
+    groups: RowGroups,
+    generator: np.random.Generator,
+    level: float | None,
+    *,
+    num_bins: int,
+) -> dict[str, Any]:
+    """Return floor, test and, given a level, interval of the ECE of stated probabilities (N,), with the noise of whole groups."""
+    place = groups.index * num_bins + index
+    shape = len(groups), num_bins
+    columns = (None, values, events, values * (1 - values))
+    sums = [np.bincount(place, column, len(groups) * num_bins).reshape(shape).astype(np.float64) for column in columns]
+    return _judge_sums(GapSums(*sums), generator, level, size=float(len(index)))
 
 
 def bin_events(values: NDArray, events: NDArray, index: NDArray, *, num_bins: int) -> Bins:
@@ -388,7 +427,9 @@ def _compute_published_ece(confidence: NDArray, is_right: NDArray) -> ScoreGroup
         gap = np.abs(sums[..., 1]).sum(axis=1)
         return np.divide(gap, used, out=np.full(len(gap), np.nan), where=used > 0)[:, None]
 
-    def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
+    def judge(generator: np.random.Generator, level: float | None, groups: RowGroups | None) -> list[dict[str, Any]]:
+        if groups is not None:
+            return [_not_of_groups(level)]
         bins = bin_events(confidence[is_used], is_right[is_used], index[is_used], num_bins=PUBLISHED_BINS)
         return judge_errors(bins, [total_form(int(is_used.sum()))], generator, level)
 
@@ -434,11 +475,13 @@ def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int =
         for rows in row_blocks(len(probs), max(num_classes, len(weights))):
             gaps = _class_gaps(np.array(probs[rows], dtype=np.float64), labels[rows], num_bins)
             sums += gaps.T @ weights[:, rows].T.astype(np.float64)
-        return np.abs(sums).sum(axis=0)[:, None] / (num_classes * len(probs))
+        return (np.abs(sums).sum(axis=0) / (num_classes * total_weights(weights)))[:, None]
 
     has_several = labels.ndim == 2
 
-    def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
+    def judge(generator: np.random.Generator, level: float | None, groups: RowGroups | None) -> list[dict[str, Any]]:
+        if groups is not None:
+            return [_not_of_groups(level)]
         bins = class_bins(probs, labels, num_bins=num_bins)
         if not has_several:
             return judge_errors(bins, [total_form(float(bins.size.sum()))], generator, level)
@@ -492,8 +535,8 @@ def _class_gaps(probs: NDArray, labels: NDArray, num_bins: int) -> sparse.csr_ar
     return sparse.csr_array((probs.ravel(), column.ravel(), starts), shape=(size, num_classes * num_bins))
 
 
-class _LabelSums(NamedTuple):
-    """Sums (N, B) over an example's labels per probability bin: count, probabilities, ones, and p (1 - p)."""
+class GapSums(NamedTuple):
+    """Sums (n, B) over an example's labels, or a group's rows, per probability bin: count, probabilities, events, p (1 - p)."""
 
     size: Floats
     stated: Floats
@@ -516,21 +559,32 @@ def pooled_calibration(probs: NDArray, labels: NDArray | None, *, num_bins: int 
     members = [ScoreForm("ece", choices, False, bounds=(0.0, 1.0))]
     if labels is None:
         return ScoreGroup(members, None, NO_LABELS)
-    sums, size = _label_sums(probs, labels, num_bins), float(max(1, probs.size))
+    sums, num_labels = _label_sums(probs, labels, num_bins), probs.shape[1]
     gaps = sums.stated - sums.observed
 
     def statistic(weights: NDArray) -> Floats:
-        return np.abs(weights.astype(np.float64) @ gaps).sum(axis=1, keepdims=True) / size
+        size = np.maximum(1, num_labels * total_weights(weights))
+        return np.abs(weights.astype(np.float64) @ gaps).sum(axis=1, keepdims=True) / size[:, None]
 
-    def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
-        drawn, form = _clustered_gaps(sums, generator), total_form(size)
-        return [noise_floor(drawn, form) if level is None else judge_error(drawn, form, level=level)]
+    def judge(generator: np.random.Generator, level: float | None, groups: RowGroups | None) -> list[dict[str, Any]]:
+        own = sums
+        if groups is not None:
+            own = GapSums(*(np.stack([groups.sums(column) for column in part.T], axis=1) for part in sums))
+        return [_judge_sums(own, generator, level, size=float(max(1, probs.size)))]
 
     return ScoreGroup(members, statistic, against_chance=judge)
 
 
-def _clustered_gaps(sums: _LabelSums, generator: np.random.Generator) -> Gaps:
-    """Return the gaps of the non-empty bins, with normal noise of the examples' own covariance.
+def _judge_sums(sums: GapSums, generator: np.random.Generator, level: float | None, *, size: float) -> dict[str, Any]:
+    """Return floor, test and, given a level, interval of an ECE over `size` events with the noise of whole rows of sums."""
+    if len(sums.size) < 2:
+        return _not_of_groups(level)
+    drawn, form = _clustered_gaps(sums, generator), total_form(size)
+    return noise_floor(drawn, form) if level is None else judge_error(drawn, form, level=level)
+
+
+def _clustered_gaps(sums: GapSums, generator: np.random.Generator) -> Gaps:
+    """Return the gaps of the non-empty bins, with normal noise of the examples' (or groups') own covariance.
 
     A calibrated model's total variance is at least that of independent labels; identical examples show no variance.
     """
@@ -556,7 +610,7 @@ def label_reliability(probs: NDArray, labels: NDArray, *, num_bins: int = NUM_BI
     return Reliability(edges, totals[0].astype(np.int64), confidence=totals[1] / size, accuracy=totals[2] / size)
 
 
-def _label_sums(probs: NDArray, labels: NDArray, num_bins: int) -> _LabelSums:
+def _label_sums(probs: NDArray, labels: NDArray, num_bins: int) -> GapSums:
     edges = np.linspace(0.0, 1.0, num_bins + 1)
     found = np.zeros((4, len(probs), num_bins))
     for rows in row_blocks(*probs.shape):
@@ -565,4 +619,4 @@ def _label_sums(probs: NDArray, labels: NDArray, num_bins: int) -> _LabelSums:
         for total, values in zip(found, (np.ones_like(block), block, own, block * (1 - block)), strict=True):
             sums = np.bincount(place.ravel(), weights=values.ravel(), minlength=len(block) * num_bins)
             total[rows] = sums.reshape(len(block), num_bins)
-    return _LabelSums(*found)
+    return GapSums(*found)

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from bnncli.errors import NumericError
+from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import np, special, torch
 from bnncli.likelihoods import Likelihood
@@ -135,18 +136,20 @@ class CalibrationData:
     Attributes:
         logits: (N, C) float64.
         labels: (N,) int64, or zeros and ones (N, C) of labels that do not exclude each other.
+        groups: groups of dependent rows, or None.
     """
 
     logits: NDArray[np.float64]
     labels: NDArray[np.int64]
     likelihood: Likelihood
+    groups: RowGroups | None = None
 
     @classmethod
-    def of(cls, data: LabelledLogits) -> CalibrationData:
+    def of(cls, data: LabelledLogits, *, groups: RowGroups | None = None) -> CalibrationData:
         """Return the class logits of a network's outputs."""
         likelihood = data.likelihood
         logits = likelihood.balanced_class_logits(data.logits.double(), dim=1).cpu().numpy()
-        return cls(logits, data.labels.long().cpu().numpy(), class_likelihood(likelihood))
+        return cls(logits, data.labels.long().cpu().numpy(), class_likelihood(likelihood), groups)
 
     def take(self, rows: NDArray) -> CalibrationData:
         """Return some rows."""
@@ -574,23 +577,25 @@ def is_tried(name: str, num_examples: int, likelihood: Likelihood) -> bool:
     return fits and num_examples * kind.count_params(likelihood.num_classes) <= MOST_WORK
 
 
-def choose_map(fitted: Sequence[FittedMap]) -> tuple[FittedMap, str]:
+def choose_map(fitted: Sequence[FittedMap], *, groups: RowGroups | None = None) -> tuple[FittedMap, str]:
     """Return the map with the lowest out-of-fold NLL if it beats temperature by more than the paired standard error, else temperature; and why.
 
     Args:
         fitted: temperature and others.
+        groups: groups of dependent rows, or None.
     """
     plain = next(one for one in fitted if one.name == Temperature.name)
     best = min(fitted, key=lambda one: one.nll)
-    gain, error = paired_gain(plain.losses, best.losses)
+    gain, error = paired_gain(plain.losses, best.losses, groups)
     if best is plain or not gain > error:
         return plain, "no other map has a lower out-of-fold NLL by more than its standard error"
     return best, f"its out-of-fold NLL is lower than that of one temperature by {gain:.4f} +- {error:.4f}"
 
 
-def paired_gain(plain: NDArray, losses: NDArray) -> tuple[float, float]:
-    """Return the mean of losses (N,) of temperature minus those of a map, and its standard error; infinite for one example."""
+def paired_gain(plain: NDArray, losses: NDArray, groups: RowGroups | None = None) -> tuple[float, float]:
+    """Return the mean of losses (N,) of temperature minus those of a map, and its standard error; infinite for one example or group."""
     gap = np.asarray(plain) - np.asarray(losses)
+    gap = gap if groups is None else groups.linearized(gap)
     return float(gap.mean()), float(gap.std(ddof=1)) / math.sqrt(len(gap)) if len(gap) > 1 else math.inf
 
 

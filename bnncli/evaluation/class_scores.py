@@ -21,6 +21,7 @@ from bnncli.evaluation.statistics import (
     log_losses,
     means,
     row_blocks,
+    total_weights,
 )
 from bnncli.lazy import sparse, special, torch
 from bnncli.numerics.dirichlet import cumulative_lengths
@@ -375,18 +376,21 @@ def selective_scores(examples: ExampleStatistics) -> ScoreGroup:
     # Groups of equal confidence that contain an error: begin, end and first error of each.
     starts, first = np.unique(np.searchsorted(-ordered, -ordered[places], side="left"), return_index=True)
     ends = np.searchsorted(-ordered, -ordered[starts], side="right")
-    harmonic = _harmonic(len(order))
-    # An error at position p adds 1/i to the curve at every i >= p: H_N - H_(p - 1); these sums give it for a group.
-    summed = np.arange(len(order) + 1) * (harmonic - 1)
+    harmonics = [_harmonic(len(order))]
 
     def statistic(weights: NDArray) -> Floats:
-        total = len(order)
         if len(places) == 0:
             return np.zeros((len(weights), 2))
+        total = np.rint(total_weights(weights)).astype(np.int64)
+        if total.max() >= len(harmonics[0]):  # whole groups that are large were drawn often
+            harmonics[0] = _harmonic(2 * int(total.max()))
+        harmonic = harmonics[0]
+        # An error at position p adds 1/i to the curve at every i >= p: H_N - H_(p - 1); these sums give it for a group.
+        summed = np.arange(len(harmonic)) * (harmonic - 1)
         errors = np.add.reduceat(weights[:, order[places]], first, axis=1).astype(np.float64)
         before, after = _cumulative(weights[:, order], starts, ends)
         size = after - before
-        areas = size * harmonic[total] - summed[after] + summed[before]
+        areas = size * harmonic[total][:, None] - summed[after] + summed[before]
         area = (errors * areas / np.maximum(size, 1)).sum(axis=1) / total
         num_errors = np.rint(errors.sum(axis=1)).astype(np.int64)
         num_right = total - num_errors
@@ -448,7 +452,8 @@ def decomposition_scores(examples: ExampleStatistics) -> ScoreGroup:
         count = np.add.reduceat(sorted_weights, starts, axis=1)
         ones = np.add.reduceat(sorted_weights * is_one, starts, axis=1)
         recalibrated = np.stack([_recalibrated_losses(*row) for row in zip(count, ones, strict=True)])
-        score, uncertainty = weights @ losses / len(order), _uncertainty(ones.sum(axis=1) / len(order))
+        total = total_weights(weights)
+        score, uncertainty = weights @ losses / total[:, None], _uncertainty(ones.sum(axis=1) / total)
         parts = [score - recalibrated, uncertainty - recalibrated, uncertainty]
         return np.maximum(0.0, np.stack(parts, axis=2)).reshape(len(weights), -1)
 

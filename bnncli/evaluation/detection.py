@@ -298,7 +298,7 @@ def detection_rows(
         for index, ((choices, form), value) in enumerate(zip(defined, values, strict=True)):
             row = {**choices, **shared, "value": value}
             if bootstrap is not None:
-                row |= bootstrap.describe(value, replicates[name][:, index], bounds=form.bounds)
+                row |= bootstrap.describe(value, replicates[name][:, index], splits=(split, ood), bounds=form.bounds)
             rows.append(row)
     return rows
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import label_reliability, reliability
 from bnncli.evaluation.comparison import holm, sample_skewness, skewed_interval
+from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.statistics import THRESHOLD, compute_example_statistics, nll_per_example
 from bnncli.lazy import special
 from bnncli.names import percent
@@ -73,7 +74,10 @@ class LayerGain:
 
 
 def layer_gains(
-    losses: Mapping[str, NDArray[np.float64]], counterparts: Mapping[str, tuple[str, NDArray[np.float64]]]
+    losses: Mapping[str, NDArray[np.float64]],
+    counterparts: Mapping[str, tuple[str, NDArray[np.float64]]],
+    *,
+    groups: RowGroups | None = None,
 ) -> list[LayerGain]:
     """Return the gains of posteriors over other layers.
 
@@ -81,27 +85,38 @@ def layer_gains(
         losses: posterior name to losses (N,), nats, all of the same examples.
         counterparts: posterior name to name and losses of the last-layer posterior it is compared with, which must be
             chosen without looking at its losses.
+        groups: groups of dependent examples, or None.
     """
     gaps = {name: own - counterparts[name][1] for name, own in losses.items()}
     found = []
     drawn = {name: RelabelledDifferences.of(own, counterparts[name][1]) for name, own in losses.items()}
-    p_values = [_two_sided(own, counterparts[name][1], drawn[name]) for name, own in losses.items()]
+    p_values = [_two_sided(own, counterparts[name][1], drawn[name], groups) for name, own in losses.items()]
     for (name, gap), p in zip(gaps.items(), holm(p_values), strict=True):
         other, theirs = counterparts[name]
-        low, high = loss_interval(losses[name], theirs, drawn=drawn[name]) or (None, None)
+        low, high = loss_interval(losses[name], theirs, drawn=drawn[name], groups=groups) or (None, None)
         margin = WORSE_SHARE * float(theirs.mean())
         found.append(LayerGain(name, other, float(gap.mean()), low, high, p, margin, len(gaps)))
     return found
 
 
-def _two_sided(losses: NDArray, others: NDArray, drawn: RelabelledDifferences) -> float | None:
-    sides = [worse_p_value(losses, others, drawn), worse_p_value(others, losses, drawn.opposite())]
+def _two_sided(
+    losses: NDArray, others: NDArray, drawn: RelabelledDifferences, groups: RowGroups | None
+) -> float | None:
+    sides = [
+        worse_p_value(losses, others, drawn, groups=groups),
+        worse_p_value(others, losses, drawn.opposite(), groups=groups),
+    ]
     known = [side for side in sides if side is not None]
     return min(1.0, 2 * min(known)) if known else None
 
 
 def loss_interval(
-    losses: NDArray, others: NDArray, level: float = LEVEL, *, drawn: RelabelledDifferences | None = None
+    losses: NDArray,
+    others: NDArray,
+    level: float = LEVEL,
+    *,
+    drawn: RelabelledDifferences | None = None,
+    groups: RowGroups | None = None,
 ) -> tuple[float, float] | None:
     """Return the central interval of the mean of losses (N,) minus others (N,), nats; None if they have no variance.
 
@@ -109,15 +124,21 @@ def loss_interval(
 
     Args:
         drawn: the draws for both, if already computed.
+        groups: groups of dependent rows, whose sums are the independent ones.
     """
     differences = np.asarray(losses) - np.asarray(others)
-    found = mean_interval(differences, level)
+    found = mean_interval(_independent(differences, groups), level)
     if found is None:
         return None
     drawn = drawn or RelabelledDifferences.of(losses, others)
     above, below = np.quantile(drawn.sums, [(1 + level) / 2, (1 - level) / 2]) / len(differences)
     value = float(np.mean(differences))
     return min(found[0], value - float(above)), max(found[1], value - float(below))
+
+
+def _independent(values: NDArray, groups: RowGroups | None) -> NDArray:
+    """Return values (N,) of independent rows, or one value per group with the same mean."""
+    return values if groups is None else groups.linearized(values)
 
 
 def mean_interval(differences: NDArray, level: float = LEVEL) -> tuple[float, float] | None:
@@ -151,12 +172,14 @@ class ScoredPredictive:
         ece: expected calibration error in 15 bins of equal width; None without probabilities of all classes.
         is_right: (N,) whether the most probable class is the label; for multi-label predictions, the share of labels
             that are right at threshold 0.5. None without probabilities of all classes.
+        groups: groups of dependent rows, or None.
     """
 
     name: str
     losses: NDArray[np.float64]
     ece: float | None = None
     is_right: NDArray | None = None
+    groups: RowGroups | None = None
 
     @property
     def nll(self) -> float:
@@ -171,11 +194,17 @@ class ScoredPredictive:
     @property
     def standard_error(self) -> float | None:
         """Standard error of the mean loss; None for one example."""
-        return float(self.losses.std(ddof=1) / math.sqrt(len(self.losses))) if len(self.losses) > 1 else None
+        return mean_error(self.losses, self.groups)
 
     def to_json(self) -> dict[str, float | None]:
         """Return `nll`, its `standard_error`, `ece` and `accuracy`."""
         return {"nll": self.nll, "standard_error": self.standard_error, "ece": self.ece, "accuracy": self.accuracy}
+
+
+def mean_error(values: NDArray, groups: RowGroups | None = None) -> float | None:
+    """Return the standard error of the mean of values (N,), of independent rows or groups; None for a single one."""
+    own = _independent(values, groups)
+    return float(own.std(ddof=1) / math.sqrt(len(own))) if len(own) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -204,12 +233,18 @@ class Excess:
 
 
 def score_predictive(
-    name: str, probs: NDArray, labels: NDArray, *, losses: NDArray[np.float64] | None = None
+    name: str,
+    probs: NDArray,
+    labels: NDArray,
+    *,
+    losses: NDArray[np.float64] | None = None,
+    groups: RowGroups | None = None,
 ) -> ScoredPredictive:
     """Score class probabilities (N, C) on labels (N,), or (N, C) for multi-label predictions; N >= 1.
 
     Args:
         losses: (N,), replace the losses of probs; for example out-of-fold losses of a model fitted to these labels.
+        groups: groups of dependent rows, or None.
     """
     if labels.ndim == 1:
         examples = compute_example_statistics(probs, labels)
@@ -218,7 +253,7 @@ def score_predictive(
         bins, is_right = label_reliability(probs, labels), ((probs >= THRESHOLD) == (labels > 0)).mean(axis=1)
     gaps = np.nan_to_num(np.abs(bins.accuracy - bins.confidence))
     ece = float((bins.count * gaps).sum() / bins.count.sum())
-    return ScoredPredictive(name, nll_per_example(probs, labels) if losses is None else losses, ece, is_right)
+    return ScoredPredictive(name, nll_per_example(probs, labels) if losses is None else losses, ece, is_right, groups)
 
 
 def compare_losses(
@@ -229,11 +264,11 @@ def compare_losses(
     If no reference is truly better, any `is_worse` is True with probability at most the level.
     """
     gaps = [chosen.losses - reference.losses for reference in references]
-    p_values = [worse_p_value(chosen.losses, reference.losses) for reference in references]
+    p_values = [worse_p_value(chosen.losses, reference.losses, groups=chosen.groups) for reference in references]
     found = []
     for reference, gap, p in zip(references, gaps, holm(p_values), strict=True):
         value = float(gap.mean())
-        error = float(gap.std(ddof=1) / math.sqrt(len(gap))) if len(gap) > 1 else None
+        error = mean_error(gap, chosen.groups)
         is_worse = p is not None and p <= level and value > WORSE_SHARE * reference.nll
         found.append(Excess(reference.name, value, error, p, is_worse))
     return found
@@ -294,13 +329,20 @@ class RelabelledDifferences:
         return min(found, math.exp(min(0.0, *exponents)))  # bounds above 1 are vacuous
 
 
-def worse_p_value(losses: NDArray, reference: NDArray, relabelled: RelabelledDifferences | None = None) -> float | None:
+def worse_p_value(
+    losses: NDArray,
+    reference: NDArray,
+    relabelled: RelabelledDifferences | None = None,
+    *,
+    groups: RowGroups | None = None,
+) -> float | None:
     """Test whether the mean of losses (N,) exceeds that of a reference; return a one-sided p-value, None if undefined.
 
     Args:
         relabelled: the draws for both, if already computed.
+        groups: groups of dependent rows, whose sums are the independent ones.
     """
-    found = p_value(np.asarray(losses) - np.asarray(reference))
+    found = p_value(_independent(np.asarray(losses) - np.asarray(reference), groups))
     if found is None or found > _LIKELY:
         return found
     relabelled = relabelled or RelabelledDifferences.of(losses, reference)
@@ -536,25 +578,28 @@ def loses_accuracy(own: ScoredPredictive, baseline: ScoredPredictive) -> bool:
     """Return whether a predictive is significantly less accurate than the baseline, at 2.5%."""
     if own.is_right is None or baseline.is_right is None:
         return False
-    found = accuracy_interval(own.is_right, baseline.is_right)
+    found = accuracy_interval(own.is_right, baseline.is_right, groups=own.groups)
     return found is not None and found[1] < 0
 
 
-def accuracy_interval(own: NDArray, other: NDArray, level: float = LEVEL) -> tuple[float, float] | None:
+def accuracy_interval(
+    own: NDArray, other: NDArray, level: float = LEVEL, *, groups: RowGroups | None = None
+) -> tuple[float, float] | None:
     """Return the central interval of the difference of two accuracies on the same examples.
 
     Tango (1998), eq. (4): all differences that the score test does not reject. Shares of right labels other than 0 and
-    1 get Hall's interval of the mean difference.
+    1, and rows in groups, get Hall's interval of the mean difference.
 
     Args:
         own, other: (N,), whether each example is right, or the share of its labels that are.
+        groups: groups of dependent rows, or None.
 
     Returns:
         None if shares never differ, or without examples.
     """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(other, dtype=np.float64)
-    if not np.isin(gaps, (-1.0, 0.0, 1.0)).all():
-        return mean_interval(gaps, level)
+    if groups is not None or not np.isin(gaps, (-1.0, 0.0, 1.0)).all():
+        return mean_interval(_independent(gaps, groups), level)
     won, lost, size = int((gaps > 0).sum()), int((gaps < 0).sum()), len(gaps)
     if size == 0:
         return None

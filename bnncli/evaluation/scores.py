@@ -309,6 +309,8 @@ def _mmc(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> 
     """Return the row of the mean maximum confidence of an out-of-distribution split."""
     import numpy as np
 
+    from bnncli.evaluation.statistics import total_weights
+
     size = len(examples)
     row: Row = {"name": "mmc", "ood": ood, "n": size, "higher_is_better": False}
     if size == 0:
@@ -316,8 +318,8 @@ def _mmc(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> 
     row["value"] = float(np.mean(examples.confidence, dtype=np.float64))
     if bootstrap is not None:
         values = np.asarray(examples.confidence, dtype=np.float32)
-        found = bootstrap.replicates(lambda weights: (weights @ values) / size, (ood, size))
-        row |= bootstrap.describe(row["value"], found, bounds=(0.0, 1.0))
+        found = bootstrap.replicates(lambda weights: (weights @ values) / total_weights(weights), (ood, size))
+        row |= bootstrap.describe(row["value"], found, splits=(ood,), bounds=(0.0, 1.0))
     return row
 
 

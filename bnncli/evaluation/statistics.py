@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.groups import RowGroups
 from bnncli.lazy import np, special
 from bnncli.numerics.random import stream_seed
 from bnncli.system.workers import Parts
@@ -89,14 +90,24 @@ MOST_OPERATIONS = 4e8  # for the replicates of one expensive group: below a seco
 FEWEST_REPLICATES = 100  # fewer give no useful standard error
 
 
-def score_rows(scores: Sequence[ScoreGroup], split: tuple[str, int], bootstrap: Bootstrap | None = None) -> list[Row]:
-    """Return a row per score of a split, given by name and number of examples; with intervals if there is a bootstrap."""
+def score_rows(
+    scores: Sequence[ScoreGroup],
+    split: tuple[str, int],
+    bootstrap: Bootstrap | None = None,
+    *,
+    groups: RowGroups | None = None,
+) -> list[Row]:
+    """Return a row per score of a split, given by name and number of examples; with intervals if there is a bootstrap.
+
+    Args:
+        groups: groups of dependent rows, which tests of calibration take into account; as in the bootstrap.
+    """
     size = split[1]
     values = [_estimate(group, size) for group in scores]
     replicates = _replicates(scores, values, split, bootstrap)
     rows = []
     for group, found, drawn in zip(scores, values, replicates, strict=True):
-        chances = _against_chance(group, found, split, bootstrap)
+        chances = _against_chance(group, found, split, bootstrap, groups)
         classes = None if group.per_class is None or found is None else group.per_class()
         for i, score in enumerate(group.members):
             reason = (group.undefined if group.statistic is None else "empty split") if found is None else None
@@ -106,9 +117,9 @@ def score_rows(scores: Sequence[ScoreGroup], split: tuple[str, int], bootstrap: 
             if value is None:
                 row["undefined"] = reason or score.when_nan
             elif bootstrap is not None:
-                row |= _uncertainty(bootstrap, score, value, None if drawn is None else drawn[:, i])
+                row |= _uncertainty(bootstrap, score, value, None if drawn is None else drawn[:, i], split[0])
             if value is not None and chances is not None:
-                row |= _note_chance(value, chances[i])
+                row |= _note_chance(value, chances[i], {} if bootstrap is None else bootstrap.resampled(split[0]))
             if classes is not None:
                 row["per_class"] = classes[i]
             rows.append(row)
@@ -116,20 +127,28 @@ def score_rows(scores: Sequence[ScoreGroup], split: tuple[str, int], bootstrap: 
 
 
 def _against_chance(
-    group: ScoreGroup, found: NDArray | None, split: tuple[str, int], bootstrap: Bootstrap | None
+    group: ScoreGroup,
+    found: NDArray | None,
+    split: tuple[str, int],
+    bootstrap: Bootstrap | None,
+    groups: RowGroups | None,
 ) -> list[Row] | None:
     """Return floors, tests and intervals of calibration errors; None for other scores, or if all are undefined."""
     if group.against_chance is None or found is None or np.isnan(found).all():
         return None
     seed, level = (0, None) if bootstrap is None else (bootstrap.seed, bootstrap.level if split[1] > 1 else None)
     purpose = f"calibration/{group.members[0].choices['strategy']}/{split[0]}/{split[1]}"
-    return group.against_chance(np.random.default_rng(stream_seed(seed, purpose)), level)
+    return group.against_chance(np.random.default_rng(stream_seed(seed, purpose)), level, groups)
 
 
-def _note_chance(value: float, chance: Row) -> Row:
+def _note_chance(value: float, chance: Row, resampled: Mapping[str, Any]) -> Row:
     """Return the extra fields of a calibration error's row, with a note if its interval excludes the value."""
+    if chance["floor"] is None:
+        return chance
     row = {**chance, "excess": value - chance["floor"]}
     ends = chance.get("interval")
+    if ends is not None:
+        row["interval"] = ends = {**ends, **resampled}
     if ends is not None and value > ends["high"]:
         row["note"] = (
             "the value is above its interval because it contains the noise floor, the score of a calibrated "
@@ -150,7 +169,7 @@ def _replicates(
 
     Worker processes of one command share the blocks of weights.
     """
-    if bootstrap is None or split[1] <= 1:
+    if bootstrap is None or bootstrap.num_units(split) <= 1:
         return [None for _ in scores]
     wanted = [
         _affordable(group, split[1], bootstrap) if v is not None else 0 for group, v in zip(scores, values, strict=True)
@@ -177,10 +196,10 @@ def _affordable(group: ScoreGroup, size: int, bootstrap: Bootstrap) -> int:
     return bootstrap.num_replicates if most >= bootstrap.num_replicates else most if most >= FEWEST_REPLICATES else 0
 
 
-def _uncertainty(bootstrap: Bootstrap, score: ScoreForm, value: float, replicates: NDArray | None) -> Row:
+def _uncertainty(bootstrap: Bootstrap, score: ScoreForm, value: float, replicates: NDArray | None, split: str) -> Row:
     if replicates is None:
         return {"standard_error": None, "interval": None}
-    return bootstrap.describe(value, replicates, method=score.method, bounds=score.bounds)
+    return bootstrap.describe(value, replicates, splits=(split,), method=score.method, bounds=score.bounds)
 
 
 THRESHOLD = 0.5  # predict a label as present from here on
@@ -379,11 +398,13 @@ class ScoreGroup:
 
     Args:
         members: the m scores.
-        statistic: maps integer weights (b, N), rows summing to N, to scores (b, m); None if undefined.
+        statistic: maps integer weights (b, N), how often each example counts, to scores (b, m); None if undefined. Rows
+            sum to N, or, where whole groups of examples are resampled, to another positive number.
         undefined: the reason.
         cost: operations per example and replicate relative to a mean; expensive scores get fewer replicates.
-        against_chance: for calibration errors, maps a generator and the level of intervals (None for no intervals) to
-            the extra fields of each member's row: `floor`, `p_calibrated` and, with a level, `interval`.
+        against_chance: for calibration errors, maps a generator, the level of intervals (None for no intervals) and the
+            groups of dependent rows (None for none) to the extra fields of each member's row: `floor` (None: see
+            `floor_undefined`), `p_calibrated` and, with a level, `interval`.
         per_class: for means over classes, returns the `per_class` values of each member's row, None if undefined.
     """
 
@@ -391,8 +412,13 @@ class ScoreGroup:
     statistic: Statistic | None
     undefined: str | None = None
     cost: float = 1.0
-    against_chance: Callable[[np.random.Generator, float | None], list[dict[str, Any]]] | None = None
+    against_chance: Callable[[np.random.Generator, float | None, RowGroups | None], list[Row]] | None = None
     per_class: Callable[[], list[list[float | None]]] | None = None
+
+
+def total_weights(weights: NDArray) -> Floats:
+    """Return the number of examples (b,) that weights (b, N) count."""
+    return weights.sum(axis=1, dtype=np.float64)
 
 
 def means(members: Sequence[ScoreForm], values: Sequence[NDArray]) -> ScoreGroup:
@@ -401,7 +427,7 @@ def means(members: Sequence[ScoreForm], values: Sequence[NDArray]) -> ScoreGroup
 
     def statistic(weights: NDArray) -> Floats:
         # float64: differences of replicates may be below float32 rounding.
-        return weights.astype(np.float64) @ columns / len(columns)
+        return weights.astype(np.float64) @ columns / total_weights(weights)[:, None]
 
     return ScoreGroup(members, statistic)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import NumericError
+from bnncli.evaluation.groups import RowGroups
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.prior_search import (
@@ -69,13 +70,26 @@ class FoldSearch:
     integrator: str = SAMPLED
 
 
-def stratified_folds(labels: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:
+def stratified_folds(
+    labels: Tensor, num_folds: int, generator: torch.Generator, *, groups: RowGroups | None = None
+) -> Tensor:
     """Return the fold of each row, (N,) uint8; fold sizes differ by at most one, also within each class.
+
+    Groups stay whole: the largest first, otherwise in random order, each joins the smallest fold, whatever the labels.
 
     Args:
         labels: (N,); for (N, L) indicators, only the sizes are balanced.
         generator: CPU generator of the permutation.
+        groups: groups of dependent rows, at least as many as folds; None if all rows are independent.
     """
+    if groups is not None:
+        order = torch.randperm(len(groups), generator=generator)
+        sizes, totals = torch.from_numpy(groups.sizes), [0] * num_folds
+        fold_of = torch.empty(len(groups), dtype=torch.uint8)
+        for group in order[sizes[order].argsort(descending=True, stable=True)].tolist():
+            fold_of[group] = smallest = min(range(num_folds), key=totals.__getitem__)
+            totals[smallest] += int(sizes[group])
+        return fold_of[torch.from_numpy(groups.index)]
     order = torch.randperm(len(labels), generator=generator)
     if labels.ndim == 1:
         order = order[labels.cpu()[order].argsort(stable=True)]

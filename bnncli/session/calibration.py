@@ -69,13 +69,18 @@ def fit_maps(
 
     Raises:
         NumericError: the fit of the named map did not converge.
+        UsageError: all rows are of one group.
     """
     num_rows, likelihood = data.logits.shape[0], data.likelihood
     fits = [one for one, kind in MAPS.items() if kind.takes_labels or likelihood.is_exclusive]
     tried = [one for one in fits if is_tried(one, num_rows, likelihood)]
     names = tried if name is None else [Temperature.name, *([name] if name != Temperature.name else [])]
     left_out = [f"{one} (would take long)" for one in fits if one not in tried and name is None]
-    folds = stratified_folds(torch.from_numpy(data.labels), min(NUM_FOLDS, num_rows), generator).numpy()
+    count = num_rows if data.groups is None else len(data.groups)
+    if count < 2:
+        raise UsageError("a calibration map is judged out of fold, which needs at least 2 groups; there is only 1")
+    labels = torch.from_numpy(data.labels)
+    folds = stratified_folds(labels, min(NUM_FOLDS, count), generator, groups=data.groups).numpy()
     fitted = []
     for one in names:
         try:
@@ -95,11 +100,11 @@ def describe_maps(found: TriedMaps, chosen: FittedMap, why: str | None, data: Ca
     entries = []
     for one in found.fitted:
         probs = data.likelihood.class_probabilities(torch.from_numpy(one.logits), dim=1).float().numpy()
-        gain, error = paired_gain(plain.losses, one.losses)
+        gain, error = paired_gain(plain.losses, one.losses, data.groups)
         entries.append(
             {
                 "map": one.name,
-                **score_predictive(one.name, probs, data.labels, losses=one.losses).to_json(),
+                **score_predictive(one.name, probs, data.labels, losses=one.losses, groups=data.groups).to_json(),
                 "regularisation": one.precision,
                 "gain": None if one is plain else {"value": gain, "standard_error": error},
             }
@@ -190,7 +195,7 @@ def calibration_data(given: GivenPredictions, name: str | None) -> tuple[Calibra
     given.check()
     floor = find_floor(given.probs if given.is_exclusive else np.minimum(given.probs, 1 - given.probs))
     logits = convert_to_logits(given.probs, floor, is_exclusive=given.is_exclusive)
-    return CalibrationData(logits, np.asarray(given.labels, dtype=np.int64), likelihood), floor
+    return CalibrationData(logits, np.asarray(given.labels, dtype=np.int64), likelihood, given.groups), floor
 
 
 def check_takes_labels(name: str, *, is_exclusive: bool) -> None:

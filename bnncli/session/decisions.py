@@ -190,7 +190,7 @@ class ScoredDecisions:
 
     def rows(self, split: PredictedSplit) -> list[Row]:
         """Return the rows of every rule on an in-distribution split and on the out-of-distribution splits."""
-        bootstrap = bootstrap_of(self._run, self._options)
+        bootstrap = bootstrap_of(self._run, self._options, split, *self._outside)
         found: list[Row] = []
         for decision in self._decisions:
             found += decision_rows(decision, split, bootstrap)
@@ -254,8 +254,10 @@ def _shift_row(decision: DecisionFile, split: PredictedSplit, choices: dict[str,
     from bnncli.evaluation.decisions import ShiftRule
 
     assert isinstance(decision.rule, ShiftRule)
-    p_value = decision.rule.p_value(scores_of(split, choices["by"]))
-    row: Row = {"name": "shift_p", "value": p_value, "n": len(split.examples), **choices, "higher_is_better": None}
+    row: Row = {"name": "shift_p", "value": None, "n": len(split.examples), **choices, "higher_is_better": None}
+    if split.groups is not None:
+        return {**row, "undefined": "the test needs independent rows, but these are in groups"}
+    row["value"] = p_value = decision.rule.p_value(scores_of(split, choices["by"]))
     if p_value is None:
         return {**row, "undefined": "empty split"}
     return {**row, "is_alarm": p_value <= decision.rule.level, "standard_error": None, "interval": None}

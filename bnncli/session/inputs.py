@@ -20,6 +20,7 @@ from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.run_folder import RunFolder
 from bnncli.artifacts.samples import SampleFile, read_constant, read_samples
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, MissingInput
+from bnncli.evaluation.groups import RowGroups
 from bnncli.inference import memory
 from bnncli.lazy import torch
 from bnncli.likelihoods import BINARY, read_recorded_name
@@ -198,6 +199,16 @@ class Split:
         return features.to(device) if features.nbytes <= RESIDENT_SHARE * available_memory(device) else features
 
     @property
+    def name(self) -> str:
+        """Return the name of the split."""
+        return self.content.name
+
+    @property
+    def groups(self) -> RowGroups | None:
+        """Return the groups of dependent rows, or None."""
+        return RowGroups.of(self.content.groups)
+
+    @property
     def is_last_layer(self) -> bool:
         """Return whether posteriors are over the last layer, with features as inputs."""
         return True
@@ -231,8 +242,9 @@ class Split:
         """Return the split restricted to the rows (n,)."""
         index, content = rows.cpu().numpy(), self.content
         labels = None if content.labels is None else content.labels[index]
+        groups = None if content.groups is None else content.groups[index]
         some = replace(content, features=content.features[index], labels=labels, sample_id=content.sample_id[index])
-        return replace(self, content=replace(some, names=None))
+        return replace(self, content=replace(some, names=None, groups=groups))
 
     def check_labeled(self) -> Split:
         """Return the split itself.
@@ -510,7 +522,9 @@ def load_fitted(run: Run, wanted: str) -> Split:
     parts = [first.content, *(other.content for other in others)]
     features = np.concatenate([part.features for part in parts])
     labels = np.concatenate([part.labels for part in parts if part.labels is not None])
-    content = replace(first.content, features=features, labels=labels, sample_id=np.arange(len(labels)), names=None)
+    content = replace(
+        first.content, features=features, labels=labels, sample_id=np.arange(len(labels)), names=None, groups=None
+    )
     return replace(first, content=content, also=tuple(other.source for other in others))
 
 

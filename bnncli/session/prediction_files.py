@@ -26,6 +26,7 @@ from bnncli.data.prediction_files import (
 )
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.detectors import example_scores
+from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.scores import ScoredPredictions, fidelities
 from bnncli.evaluation.statistics import ROW_SUM_TOLERANCE, ExampleStatistics, compute_example_statistics, row_blocks
 from bnncli.lazy import torch
@@ -64,6 +65,7 @@ class GivenPredictions:
         header: of a prediction file from predict. file: its content.
         doubt: evidence against what the user stated.
         unordered: class columns, if nothing confirms that their order matches numeric labels.
+        groups: groups of dependent examples, or None.
     """
 
     name: str
@@ -79,6 +81,7 @@ class GivenPredictions:
     file: PredictionFile | None = None
     doubt: str | None = None
     unordered: tuple[str, ...] = ()
+    groups: RowGroups | None = None
 
     @cached_property
     def examples(self) -> ExampleStatistics:
@@ -132,7 +135,9 @@ class GivenPredictions:
         """Return the predictions of some examples (n,) under another split name."""
         arrays = {key: array[rows] for key, array in self.arrays.items()}
         labels = None if self.labels is None else self.labels[rows]
-        return replace(self, name=name, probs=np.asarray(self.probs[rows]), labels=labels, arrays=arrays)
+        groups = None if self.groups is None else RowGroups.of(self.groups.index[rows])
+        probs = np.asarray(self.probs[rows])
+        return replace(self, name=name, probs=probs, labels=labels, arrays=arrays, groups=groups)
 
 
 def open_given(
@@ -178,7 +183,7 @@ def _open_prediction_file(path: Path, name: str | None, said: PredictionClaims) 
     arrays = {key: array for key in names if (array := getattr(file, key)) is not None}
     return GivenPredictions(
         name or str(meta["split"]), path, file.probs, file.labels, tuple(file.classes), True, is_exclusive, arrays,
-        meta.get("top_k"), file.header, file,
+        meta.get("top_k"), file.header, file, groups=RowGroups.of(file.groups),
     )  # fmt: skip
 
 
@@ -221,6 +226,7 @@ def _convert_file(given: FilePredictions, said: PredictionClaims, name: str) -> 
         arrays,
         doubt=doubt or (f"{where}: {given.note}" if given.note else None),
         unordered=given.unordered,
+        groups=RowGroups.of(given.groups),
     )
     return found if given.labels is None else _add_labels(found, given.labels, said, where)
 

@@ -14,6 +14,7 @@ from bnncli.artifacts.files import read_metrics
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import DetectionForm, Ranking, form_rows
+from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.recommendation import LEVEL, Quality, accuracy_interval, loss_interval
 from bnncli.evaluation.scores import detection_forms
 from bnncli.evaluation.statistics import ScoreGroup
@@ -212,12 +213,14 @@ class SplitProbabilities:
     Attributes:
         probs: (N, C). labels: (N,), (N, C) with several labels per example, or None.
         losses: (N,) nats, used instead of those of probs: held-out losses of a fit to these labels.
+        groups: groups of dependent rows, or None.
     """
 
     name: str
     probs: NDArray
     labels: NDArray | None
     losses: NDArray[np.float64] | None = None
+    groups: RowGroups | None = None
 
     @cached_property
     def examples(self) -> ExampleStatistics:
@@ -250,11 +253,11 @@ def qualities(
         from bnncli.evaluation.recommendation import score_predictive
 
         mine, theirs = (score_predictive(side.name, side.probs, own.labels, losses=side.losses) for side in (own, base))
-        low, high = loss_interval(mine.losses, theirs.losses, level) or (None, None)
+        low, high = loss_interval(mine.losses, theirs.losses, level, groups=own.groups) or (None, None)
         found.append(Quality("nll", mine.nll, theirs.nll, low, high, False))
         assert mine.is_right is not None
         assert theirs.is_right is not None
-        low, high = accuracy_interval(mine.is_right, theirs.is_right, level) or (None, None)
+        low, high = accuracy_interval(mine.is_right, theirs.is_right, level, groups=own.groups) or (None, None)
         right = float(mine.is_right.mean()), float(theirs.is_right.mean())
         found.append(Quality("accuracy", right[0], right[1], low, high, True))
         ece = compare_paired_scores("ece", _measure_calibration(own, base, seed, level), level=level)
@@ -269,7 +272,7 @@ def _measure_calibration(
     from bnncli.evaluation.scores import ScoredPredictions, split_scores
 
     groups = [split_scores(ScoredPredictions(side.probs, side.examples), ["ece"]) for side in (own, base)]
-    bootstrap = Bootstrap(level=level, seed=seed)
+    bootstrap = Bootstrap(level=level, seed=seed).of_splits(own)
     return measure_split(groups, [Quantity("ece")], split=(own.name, len(own.examples)), bootstrap=bootstrap)
 
 

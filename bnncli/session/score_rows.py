@@ -16,6 +16,7 @@ from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.class_scores import one_sided_labels, rare_classes
 from bnncli.evaluation.detectors import example_scores, feature_detectors, usual_score
+from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.scores import ScoredPredictions, all_scores, detection_forms, other_split_rows, split_scores
 from bnncli.evaluation.statistics import (
     ExampleStatistics,
@@ -33,7 +34,7 @@ from bnncli.session.predictions import PredictionGroup
 from bnncli.session.run import Run
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.evaluation.bootstrap import Bootstrap, GroupedSplit
     from bnncli.evaluation.detection import ExampleScores
 
 
@@ -56,6 +57,11 @@ class PredictedSplit:
     def file(self) -> PredictionFile:
         """Return the content of the file, with (N, C) arrays memory-mapped."""
         return read_predictions(self.header.path)
+
+    @cached_property
+    def groups(self) -> RowGroups | None:
+        """Return the groups of dependent rows, or None."""
+        return RowGroups.of(self.file.groups)
 
     @cached_property
     def examples(self) -> ExampleStatistics:
@@ -81,13 +87,13 @@ class PredictedSplit:
         return example_scores(names, self.examples, lambda name: getattr(self.file, name))
 
 
-def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
-    """Return the bootstrap; None with `--bootstrap 0`."""
+def bootstrap_of(run: Run, options: EvaluateOptions, *splits: GroupedSplit) -> Bootstrap | None:
+    """Return the bootstrap of these splits; None with `--bootstrap 0`."""
     from bnncli.evaluation.bootstrap import Bootstrap
 
     if options.bootstrap == 0:
         return None
-    return Bootstrap(options.bootstrap, options.level, run.compute.seed)
+    return Bootstrap(options.bootstrap, options.level, run.compute.seed).of_splits(*splits)
 
 
 class Scorable(Protocol):
@@ -96,6 +102,10 @@ class Scorable(Protocol):
     @property
     def name(self) -> str:
         """Return the split's name."""
+
+    @property
+    def groups(self) -> RowGroups | None:
+        """Return the groups of dependent rows, or None."""
 
     @property
     def examples(self) -> ExampleStatistics:
@@ -123,7 +133,7 @@ def group_rows(
     inside = [PredictedSplit(header) for header in group.splits(is_ood=False).values()]
     rows = []
     for split in sorted(inside, key=lambda split: (split.name != "test", split.name)):
-        bootstrap = bootstrap_of(run, options)
+        bootstrap = bootstrap_of(run, options, split, *outside)
         metrics = split_rows(split, options.settings, bootstrap, poll=run.console.poll)
         for other in outside:
             _check_differs(split, other)
@@ -213,7 +223,7 @@ def split_rows(
 
     scores = split_scores(split.scored(settings))
     poll()
-    return score_rows(scores, (split.name, len(split.examples)), bootstrap)
+    return score_rows(scores, (split.name, len(split.examples)), bootstrap, groups=split.groups)
 
 
 def detection_rows(split: Scorable, other: Scorable, names: Sequence[str], bootstrap: Bootstrap | None) -> list[Row]:

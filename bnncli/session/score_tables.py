@@ -264,7 +264,7 @@ def legend(
     scores = all_scores()
     names = options.metric or [name for name, score in scores.items() if score.is_shown]
     metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
-    if any("floor" in metric and "reference" not in metric for metric in metrics):
+    if any(metric.get("floor") is not None and "reference" not in metric for metric in metrics):
         lines.append("floor: the value expected by chance for a calibrated model")
     if any(metric.get("p_value") is not None for metric in metrics):
         lines.append("MMD^2: unbiased, +- standard error (p: permutation test)")
@@ -280,7 +280,17 @@ def legend(
             f"[low, high]: {percent(options.level, 'g')} bootstrap intervals ({replicates} replicates); those of "
             "ECE and MCE exclude the floor and may be below the value"
         )
+    counts = {row["split"]: count for row in rows for m in row["metrics"] if (count := _num_groups(m)) is not None}
+    if counts:
+        named = ", ".join(f"{split} has {count}" for split, count in counts.items())
+        lines.append(f"intervals resample whole groups: {named}")
     return lines
+
+
+def _num_groups(metric: TableRow) -> int | None:
+    """Return the number of groups that the interval of a score of one split resamples; None without groups."""
+    count = (metric.get("interval") or {}).get("num_groups")
+    return count if isinstance(count, int) else None
 
 
 def select_metrics(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> list[Row]:

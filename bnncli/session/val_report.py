@@ -8,7 +8,6 @@ each, so warnings are slightly too rare.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,13 +123,13 @@ def measure_on_val(
     found, facts = {}, {}
     for name in (own, *(other for other in OTHER_INTEGRATORS if other != own and _supports(other, whole, val))):
         probs, facts[name] = _predict_val(run, posterior, val, name)
-        found[name] = score_predictive(name, probs, labels)
+        found[name] = score_predictive(name, probs, labels, groups=val.groups)
     recommended = prefer or _best_integrator(found[own], list(found.values())[1:])
     integrator = recommended if follows_val(whole.type) else own
     references, network_facts = network_on_val(run, val)
     for key, (other_posterior, name) in (others or {}).items():
         probs, network_facts[key] = _predict_val(run, other_posterior, val, name)
-        references[key] = score_predictive(key, probs, labels)
+        references[key] = score_predictive(key, probs, labels, groups=val.groups)
     if _supports("plug-in", whole, val):
         best = _score_at_best_temperature(run, posterior, val, "plug-in-temperature")
         if best is not None:
@@ -153,6 +152,8 @@ def _gain_shares(
     The shares are mean paired differences in nats per example, with standard errors, and add up to the gain. None
     without a network, and for posteriors without a predictive centre.
     """
+    from bnncli.evaluation.recommendation import mean_error
+
     network = references.get("network")
     if network is None or center is None or average.name == "plug-in":
         return None
@@ -163,8 +164,7 @@ def _gain_shares(
     found: dict[str, Any] = {"integrator": average.name}
     for name, (before, after) in steps.items():
         gap = before.losses - after.losses
-        error = float(gap.std(ddof=1)) / math.sqrt(len(gap)) if len(gap) > 1 else None
-        found[name] = {"value": float(gap.mean()), "standard_error": error}
+        found[name] = {"value": float(gap.mean()), "standard_error": mean_error(gap, average.groups)}
     return found
 
 
@@ -214,7 +214,7 @@ def measure_probs_on_val(
     from bnncli.evaluation.recommendation import score_predictive
 
     assert val.content.labels is not None
-    found = score_predictive(method, probs, val.content.labels, losses=losses)
+    found = score_predictive(method, probs, val.content.labels, losses=losses, groups=val.groups)
     references, facts = network_on_val(run, val)
     facts[method] = {"integrator": integrator, "samples": num_draws}
     return _comparison(found, references, others={}, facts=facts, integrator=integrator)
@@ -429,7 +429,8 @@ def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, 
     from bnncli.evaluation.recommendation import score_predictive
 
     assert val.content.labels is not None
-    return score_predictive(key, _predict_val(run, posterior, val, integrator)[0], val.content.labels)
+    probs = _predict_val(run, posterior, val, integrator)[0]
+    return score_predictive(key, probs, val.content.labels, groups=val.groups)
 
 
 def predict_split_probs(run: Run, posterior: Any, split: Split, integrator: str) -> NDArray:
@@ -508,4 +509,5 @@ def _score_at_best_temperature(
     losses = held_out_losses(data, fit).cpu().numpy()
     scaled = (block.double() / fit.temperature for _, block, _ in data.blocks())
     probs = torch.cat([likelihood.class_probabilities(block, dim=1).float().cpu() for block in scaled]).numpy()
-    return score_predictive(key, probs, val.content.labels, losses=losses), {"temperature": fit.temperature}
+    scored = score_predictive(key, probs, val.content.labels, losses=losses, groups=val.groups)
+    return scored, {"temperature": fit.temperature}

@@ -610,7 +610,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(
     hits = dict.fromkeys([*FORMS, ("equal-mass", "mce")], 0)
     for _ in range(trials):
         for group in groups_of(*world(generator, 500, **QUICK, **choices)):
-            for member, row in zip(group.members, group.against_chance(generator, 0.9), strict=True):
+            for member, row in zip(group.members, group.against_chance(generator, 0.9, None), strict=True):
                 key = member.choices["strategy"], member.choices.get("norm", member.name)
                 error = truth[key] if choices or key[0] == "published" else 0.0
                 assert 0 <= row["interval"]["low"] <= row["interval"]["high"] <= 1

@@ -23,7 +23,7 @@ from bnncli.session.costs import TotalCost, total_cost
 from bnncli.session.predictions import PredictionGroup, open_groups
 from bnncli.session.recommendation import open_recommendation
 from bnncli.session.run import Result, Run, Table, each_checkpoint, source_json
-from bnncli.session.score_rows import num_draws
+from bnncli.session.score_rows import PredictedSplit, num_draws
 from bnncli.session.val_report import gain_table
 
 if TYPE_CHECKING:
@@ -315,16 +315,19 @@ def _compare(
         for column in columns
     ]
     firsts = [own[0] for own in groups.values()]
+    num_checkpoints = len(next(iter(groups.values())))
+    row_groups = PredictedSplit(firsts[0].splits(is_ood=False)[options.split]).groups if num_checkpoints == 1 else None
     return Comparison(
         names=[_name(own, options.split) for own in groups.values()],
         columns=list(columns),
         standings=judged,
         split=options.split,
         num_examples=firsts[0].splits(is_ood=False)[options.split].meta["num_examples"],
-        num_checkpoints=len(next(iter(groups.values()))),
+        num_checkpoints=num_checkpoints,
         replicates=options.bootstrap,
         alpha=options.alpha,
         baseline=baseline,
+        num_groups=None if row_groups is None else len(row_groups),
         shows_cost=options.by == "cost",
     )
 

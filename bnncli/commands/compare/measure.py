@@ -110,6 +110,7 @@ def _measure_checkpoint(
     other_wanted = [_resolve_default_score(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     inside = [PredictedSplit(group.splits(is_ood=False)[options.split]) for group in groups]
     split = (options.split, len(inside[0].examples))
+    bootstrap = None if bootstrap is None else bootstrap.of_splits(inside[0])
     measured: list[list[ScoreMeasurement]] = [[] for _ in groups]
     if own_wanted:
         names = [wanted.metric for wanted in own_wanted]
@@ -126,7 +127,8 @@ def _measure_checkpoint(
             for place, far in zip(places, outside, strict=True)
         ]
         size = (ood, len(outside[0].examples))
-        found = measure_detection(vectors, other_wanted, split=split, ood=size, bootstrap=bootstrap)
+        of_both = None if bootstrap is None else bootstrap.of_splits(inside[0], outside[0])
+        found = measure_detection(vectors, other_wanted, split=split, ood=size, bootstrap=of_both)
         for place, own in zip(places, found, strict=True):
             measured[place] += own
     return measured

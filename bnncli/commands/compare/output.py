@@ -79,6 +79,7 @@ class Comparison:
         names: name of each row.
         standings: column by column, the standing of each row.
         num_examples: examples of the split, for the first checkpoint.
+        num_groups: groups that are resampled; None if examples are.
         baseline: row that all are compared with; None for the best of each column.
         shows_cost: True to show a column of costs.
         recommendation: auto's recommendation in words, for a single checkpoint.
@@ -93,6 +94,7 @@ class Comparison:
     replicates: int
     alpha: float
     baseline: int | None
+    num_groups: int | None = None
     shows_cost: bool = False
     recommendation: str | None = None
 
@@ -125,7 +127,9 @@ class Comparison:
         if self.num_checkpoints > 1:
             parts = [f"split {self.split}, mean +- standard error over {self.num_checkpoints} checkpoints"]
         else:
-            parts = [f"split {self.split}, value +- standard error over {self.num_examples} examples"]
+            units = f"{self.num_examples} examples"
+            units = units if self.num_groups is None else f"{self.num_groups} groups of {units}"
+            parts = [f"split {self.split}, value +- standard error over {units}"]
         scores = list(
             dict.fromkeys(
                 str(column.row["score"]) for column in self.columns if "score" in column.row and "ood" in column.row
@@ -143,7 +147,7 @@ class Comparison:
                 f"{percent(1 - self.alpha, 'g')} interval"
             )
             return "; ".join([*parts, f"{MARKED} significantly different (Holm, family-wise {level} per column)"])
-        about = "about " * (self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES)
+        about = "about " * (self.num_checkpoints == 1 and (self.num_groups or self.num_examples) < _FEW_EXAMPLES)
         parts.append(f"{MARKED} best, or not significantly worse (family-wise {about}{level} per column)")
         untold = [title for place, title in enumerate(format_score_titles(self)) if not self.tells_apart(place)]
         return "; ".join([*parts, *([f"no significant difference in {', '.join(untold)}"] if untold else [])])
@@ -295,6 +299,7 @@ def build_json(comparison: Comparison) -> dict[str, Any]:
         for name, scores in zip(comparison.names, _documents(comparison), strict=True)
     ]
     many = comparison.num_checkpoints > 1
+    units = "examples" if comparison.num_groups is None else "groups"
     return {
         "rows": rows,
         "baseline": None if comparison.baseline is None else comparison.names[comparison.baseline].folder,
@@ -302,7 +307,8 @@ def build_json(comparison: Comparison) -> dict[str, Any]:
         "adjustment": "of being among the best: step-down over all pairs of a column"
         if comparison.baseline is None
         else "of no difference: holm, over the comparisons of a column",
-        "test": "paired t over checkpoints" if many else "paired bootstrap over examples, symmetric",
+        "test": "paired t over checkpoints" if many else f"paired bootstrap over {units}, symmetric",
+        **({} if comparison.num_groups is None else {"resampled": "groups", "num_groups": comparison.num_groups}),
         "replicates": None if many else comparison.replicates,
         "num_checkpoints": comparison.num_checkpoints,
     }

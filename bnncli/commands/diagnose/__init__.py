@@ -654,7 +654,8 @@ def compare_layers(diagnoses: list[Diagnosis]) -> list[LayerGain]:
         assert chosen.losses is not None
         losses[one.judged.name] = one.losses
         counterparts[one.judged.name] = chosen.judged.name, chosen.losses
-    return layer_gains(losses, counterparts)
+    groups = next((one.scored.groups for one in scored if one.scored is not None), None)
+    return layer_gains(losses, counterparts, groups=groups)
 
 
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:

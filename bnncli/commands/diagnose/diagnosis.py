@@ -234,11 +234,11 @@ def _score_val(
 
     features = val.features(run.device)
     if not isinstance(judged, OutOfFold):
-        return score_predictive(key, predicted(judged, features), val.content.labels)
+        return score_predictive(key, predicted(judged, features), val.content.labels, groups=val.groups)
     probs = np.empty((len(features), posterior.layout.num_classes), dtype=np.float32)
     for one, rows in judged.parts():
         probs[rows.numpy()] = predicted(one, features[rows.to(features.device)])
-    return score_predictive(key, probs, val.content.labels)
+    return score_predictive(key, probs, val.content.labels, groups=val.groups)
 
 
 def _average_losses(losses: NDArray[np.float64] | None) -> dict[str, Any]:

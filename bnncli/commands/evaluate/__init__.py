@@ -302,7 +302,7 @@ class FidelityReference:
             self._ours(split),
             self._opened(split.name),
             name=self.name,
-            bootstrap=bootstrap_of(run, options),
+            bootstrap=bootstrap_of(run, options, split),
             tell=run.console.info,
         )
 
@@ -322,7 +322,16 @@ class FidelityReference:
         arrays = {} if file.mutual_info is None else {"mutual_info": file.mutual_info}
         classes = tuple(file.classes)
         return GivenPredictions(
-            split.name, split.header.path, file.probs, file.labels, classes, True, file.is_exclusive, arrays, file=file
+            split.name,
+            split.header.path,
+            file.probs,
+            file.labels,
+            classes,
+            True,
+            file.is_exclusive,
+            arrays,
+            file=file,
+            groups=split.groups,
         )
 
 
@@ -631,7 +640,9 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Predi
 
     def compute() -> ComputationOutput:
         scores, choices = _compute_scores(run, options, train, splits)
-        rows = [_row(run, options, scores, name, outside) for name in sorted(inside, key=lambda n: (n != "test", n))]
+        rows = [
+            _row(run, options, scores, splits, name, outside) for name in sorted(inside, key=lambda n: (n != "test", n))
+        ]
         for metric in (metric for row in rows for metric in row["metrics"]):
             metric |= choices[metric["score"]]
 
@@ -689,12 +700,17 @@ def _fit(detector: Detector, train: TrainingFeatures) -> FittedDetector | str:
 
 
 def _row(
-    run: Run, options: EvaluateOptions, scores: dict[str, Scores], name: str, outside: Sequence[str]
+    run: Run,
+    options: EvaluateOptions,
+    scores: dict[str, Scores],
+    splits: Mapping[str, Split],
+    name: str,
+    outside: Sequence[str],
 ) -> dict[str, Any]:
     """Return the row of one in-distribution split: detection of each out-of-distribution split by each score."""
     metrics = []
     for other in outside:
-        bootstrap = bootstrap_of(run, options)
+        bootstrap = bootstrap_of(run, options, splits[name], splits[other])
         metrics += detection_rows(
             scores[name], scores[other], detection_forms(), split=name, ood=other, bootstrap=bootstrap
         )

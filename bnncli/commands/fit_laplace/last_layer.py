@@ -327,14 +327,15 @@ def _note_memorised(run: Run, train: Split, val: Split | None) -> None:
 
 
 def _assign_folds(run: Run, val: Split) -> Tensor:
-    """Return the fold of each row of val, (N,) uint8. Raises DataError where val has fewer than two rows."""
-    labels = val.labels(torch.device("cpu"))
-    if len(labels) < 2:
+    """Return the fold of each row of val, (N,) uint8. Raises DataError where val has fewer than two rows or groups."""
+    labels, groups = val.labels(torch.device("cpu")), val.groups
+    count, what = (len(labels), "rows") if groups is None else (len(groups), "groups")
+    if count < 2:
         raise DataError(
-            f"--fit-on: cross-validation needs at least 2 rows of val; got {len(labels)}",
+            f"--fit-on: cross-validation needs at least 2 {what} of val; got {count}",
             hint="hold out more, or use --fit-on train",
         )
-    return stratified_folds(labels, min(NUM_FOLDS, len(labels)), run.stream("fit-laplace/folds"))
+    return stratified_folds(labels, min(NUM_FOLDS, count), run.stream("fit-laplace/folds"), groups=groups)
 
 
 def _priors(

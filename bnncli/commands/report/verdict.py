@@ -167,8 +167,8 @@ def compare_predictions(subject: Subject, own: PredictionGroup, base: Prediction
     """Return the qualities of stored predictions relative to others, on the split shown."""
 
     def read(group: PredictionGroup, split: str) -> SplitProbabilities:
-        file = PredictedSplit(next(one for one in group.headers if one.meta["split"] == split)).file
-        return SplitProbabilities(split, file.probs, file.labels)
+        found = PredictedSplit(next(one for one in group.headers if one.meta["split"] == split))
+        return SplitProbabilities(split, found.file.probs, found.file.labels, groups=found.groups)
 
     return qualities(read(own, subject.split), read(base, subject.split), seed=subject.run.compute.seed)
 
@@ -179,10 +179,11 @@ _OWN_SCORE = "max_prob"  # an outlier score of the posterior's own, as compare h
 def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, ood: str) -> Quality | None:
     """Return the paired AUROC of each posterior's own largest probability for a split; None where undefined."""
 
-    def vectors(group: PredictionGroup, split: str, is_ood: bool) -> Any:
-        return PredictedSplit(group.splits(is_ood=is_ood)[split]).detection_scores([_OWN_SCORE])
-
-    sides = [(vectors(group, subject.split, False), vectors(group, ood, True)) for group in (own, base)]
+    pairs = [
+        (PredictedSplit(group.splits(is_ood=False)[subject.split]), PredictedSplit(group.splits(is_ood=True)[ood]))
+        for group in (own, base)
+    ]
+    sides: list[Any] = [tuple(split.detection_scores([_OWN_SCORE]) for split in pair) for pair in pairs]
     if any(isinstance(side[_OWN_SCORE], str) for pair in sides for side in pair):
         return None
     inside, outside = (len(side[_OWN_SCORE]) for side in sides[0])
@@ -191,7 +192,7 @@ def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, oo
         [Quantity("auroc", (ood, _OWN_SCORE))],
         split=(subject.split, inside),
         ood=(ood, outside),
-        bootstrap=Bootstrap(level=0.95, seed=subject.run.compute.seed),
+        bootstrap=Bootstrap(level=0.95, seed=subject.run.compute.seed).of_splits(*pairs[0]),
     )
     return compare_paired_scores("auroc", measured, level=0.95)
 

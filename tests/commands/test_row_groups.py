@@ -1,0 +1,132 @@
+"""Runs and files whose rows are in groups: what is divided, resampled and said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import run_all
+from problems.arrays import make_arrays
+from problems.command_line import Cli
+
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.posteriors import read_tensor
+from bnncli.artifacts.predictions import read_predictions
+
+SIZE = 8  # rows of each group
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose test, val and calib hold whole groups of rows that are all alike."""
+    folder = tmp_path_factory.mktemp("groups")
+    arrays: dict[str, Any] = make_arrays()
+    centers, generator = arrays["head_weight"] / 2, np.random.default_rng(1)
+    labels = generator.integers(3, size=150)
+    rows = np.repeat(centers[labels] + generator.normal(size=(150, 5)), SIZE, axis=0)
+    arrays["features_test"], arrays["labels_test"] = rows.astype(np.float32), np.repeat(labels, SIZE)
+    arrays["groups_test"] = np.repeat([f"text {group}" for group in range(150)], SIZE)
+    arrays = {name: array for name, array in arrays.items() if not name.endswith("_val")}
+    np.savez(folder / "arrays.npz", **arrays)
+    name = folder / "small"
+    extract = ("extract-features", name, "--from-npz", folder / "arrays.npz", "--ood", "far")
+    run_all(
+        (*extract, "--hold-out", "val=test:304", "--hold-out", "calib=test:496"),
+        ("fit-laplace", name, "--fit-on", "train+val", "--prior-precision", 10),
+        ("predict", name, "--posterior", "laplace", "--samples", 50, "--split", "test", "--split", "calib"),
+        ("predict", name, "--posterior", "map", "--split", "test", "--split", "far", "--split", "calib"),
+    )
+    return name
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, scores_are_rough: None) -> Path:
+    """A copy of it that a test may change."""
+    shutil.copytree(made.with_name("small.bnn"), tmp_path / "small.bnn")
+    shutil.copy(made.with_name("arrays.npz"), tmp_path)
+    return tmp_path / "small"
+
+
+def test_splits_and_folds_hold_whole_groups(made: Path) -> None:
+    folder = made.with_name("small.bnn")
+    splits = {name: read_features(folder / "features" / f"{name}.h5") for name in ("test", "val", "calib", "train")}
+    assert splits["train"].groups is None
+    groups = {name: np.asarray(one.groups) for name, one in splits.items() if one.groups is not None}
+    assert (
+        len({*np.concatenate(list(groups.values())).tolist()})
+        == 150
+        == sum(len({*g.tolist()}) for g in groups.values())
+    )
+    assert {name: len(g) for name, g in groups.items()} == {"test": 1200 - 304 - 496, "val": 304, "calib": 496}
+    folds = np.asarray(read_tensor(folder / "posteriors" / "laplace.safetensors", "folds.rows"))
+    of_fold = [{*groups["val"][folds == fold].tolist()} for fold in range(5)]
+    assert sum(map(len, of_fold)) == 304 // SIZE
+    assert np.ptp(np.bincount(folds)) <= SIZE
+    predicted = read_predictions(folder / "predictions" / "laplace.mc" / "test.h5")
+    assert predicted.groups is not None
+    np.testing.assert_array_equal(predicted.groups, groups["test"])
+
+
+def test_extract_features_says_how_many_groups(cli: Cli, tmp_path: Path, made: Path) -> None:
+    words = ("extract-features", tmp_path / "new", "--from-npz", made.with_name("arrays.npz"), "--ood", "far")
+    shown = cli(*words, "--hold-out", "val=test:304").expect(0).stderr
+    assert "val: 304 examples in 38 groups, 5 features" in shown
+    assert (
+        "train: 240 examples, 5 features" in shown
+        or "examples in" not in shown.partition("train: ")[2].partition("\n")[0]
+    )
+
+
+def test_evaluate_and_compare_resample_groups_and_say_so(cli: Cli, run: Path) -> None:
+    shown = cli("evaluate", run, "--intervals").expect(0).stdout
+    assert "intervals resample whole groups: test has 50" in shown
+    rows = cli("evaluate", run, "--bootstrap", 1000, "--force", "--json").expect(0).json["rows"]
+    (row,) = (row for row in rows if row["posterior"] == "map" and row["split"] == "test")
+    own = {metric["name"]: metric for metric in reversed(row["metrics"])}
+    assert own["nll"]["interval"].items() >= {"resampled": "groups", "num_groups": 50}.items()
+    assert own["auroc"]["interval"].items() >= {"resampled": "groups", "num_groups": [50, None]}.items()
+    # the rows of a group are all alike, so groups are worth as much as their number of independent rows
+    right = own["accuracy"]["value"]
+    assert own["accuracy"]["standard_error"] == pytest.approx(np.sqrt(right * (1 - right) / 50), rel=0.1)
+    assert own["ece"]["interval"]["resampled"] == "groups"
+    assert own["mce"]["floor_undefined"] == "not computed for rows in groups, which are dependent"
+    found = cli("compare", run, "--json").expect(0).json
+    assert (found["resampled"], found["num_groups"]) == ("groups", 50)
+    assert found["test"] == "paired bootstrap over groups, symmetric"
+    assert "over 50 groups of 400 examples" in cli("compare", run).expect(0).stdout
+
+
+def test_score_takes_the_groups_of_a_column(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    labels = np.repeat(generator.integers(2, size=40), SIZE)
+    lines = [f"text{row // SIZE},0.4,0.6,{label}" for row, label in enumerate(labels)]
+    Path("p.csv").write_text("\n".join(["who,p_0,p_1,label", *lines]))
+    plain, grouped = (
+        cli("score", place, "--json").expect(0).json["rows"][0]["metrics"][0] for place in ("p.csv", "p.csv:group=who")
+    )
+    assert plain["value"] == grouped["value"]
+    assert "resampled" not in plain["interval"]
+    assert grouped["interval"]["num_groups"] == 40
+    assert grouped["standard_error"] == pytest.approx(plain["standard_error"] * np.sqrt(SIZE), rel=0.15)
+    refused = cli("score", "p.csv:group=whom").expect(65, "has no column 'whom'")
+    assert json.dumps(refused.stderr).count("Traceback") == 0
+
+
+def test_names_of_groups_are_compared_between_splits_of_other_files(cli: Cli, tmp_path: Path, made: Path) -> None:
+    with np.load(made.with_name("arrays.npz")) as stored:
+        arrays = dict(stored)
+    arrays["features_val"], arrays["labels_val"] = arrays["features_test"][:80] + 1, arrays["labels_test"][:80]
+    words = ("extract-features", tmp_path / "new", "--from-npz", tmp_path / "new.npz", "--ood", "far", "--force")
+    arrays["groups_val"] = np.repeat([f"text {group}" for group in range(145, 155)], SIZE)
+    np.savez(tmp_path / "new.npz", **arrays)
+    assert "splits 'test' and 'val' share 5 groups" in cli(*words).expect(0).stderr
+    arrays["groups_val"], arrays["groups_test"] = (
+        np.arange(len(arrays[f"groups_{s}"])) // SIZE for s in ("val", "test")
+    )
+    np.savez(tmp_path / "new.npz", **arrays)
+    assert "groups: scores" not in cli(*words).expect(0).stderr  # numbers are those of one source only
