@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bnncli.evaluation.detection import DetectionForm
     from bnncli.evaluation.distances import Distance
     from bnncli.evaluation.fidelity import PredictionPair
+    from bnncli.evaluation.groups import RowGroups
     from bnncli.evaluation.statistics import ExampleStatistics, Row, ScoreGroup
 
 LAST = 1000
@@ -67,6 +68,9 @@ class ScoredPredictions:
         lengths: (N,) number of classes that the uncertainty-aware ranking keeps, or None.
         ranking: rule, threshold and cap of that ranking.
         settings: values of the scores' options; missing options have their defaults.
+        classes: names of the C classes; None if unknown.
+        groups: groups of dependent rows, such as texts, or None.
+        sample_id: (N,), the row of each example in its source; None for examples in order.
     """
 
     probs: NDArray
@@ -75,6 +79,9 @@ class ScoredPredictions:
     lengths: NDArray | None = None
     ranking: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    classes: Sequence[str] | None = None
+    groups: RowGroups | None = None
+    sample_id: NDArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +105,7 @@ class Score:
         has_floor: whether rows have `floor` and `excess`: a calibrated model scores above 0 by chance, and so do halves of a
             reference's draws (`of_reference`).
         note: line below a table that shows the score by default.
+        needs: what predictions without the score lack, if it is computed only for some.
         options: options of the score by name; `ScoredPredictions.settings` has their values.
         of_split: computes the score from the predictions of one split.
         of_labels: the same for multi-label predictions; None if the score is undefined for them.
@@ -122,6 +130,7 @@ class Score:
     facts: tuple[str, ...] = ()
     has_floor: bool = False
     note: str | None = None
+    needs: str | None = None
     options: Mapping[str, ScoreOption] = field(default_factory=dict)
     of_split: Callable[[ScoredPredictions], Sequence[ScoreGroup]] | None = None
     of_labels: Callable[[ScoredPredictions], Sequence[ScoreGroup]] | None = None
@@ -223,6 +232,15 @@ def _means_over_labels(split: ScoredPredictions) -> list[ScoreGroup]:
     from bnncli.evaluation.class_scores import label_by_label_scores
 
     return label_by_label_scores(split.probs, split.examples)
+
+
+def _entities(split: ScoredPredictions) -> list[ScoreGroup]:
+    """Return the scores of entities if classes are tags and rows are grouped by text; else none."""
+    from bnncli.evaluation.entities import are_tags, entity_scores
+
+    if split.groups is None or split.classes is None or not are_tags(split.classes):
+        return []
+    return entity_scores(split.examples, split.classes, split.groups, split.sample_id)
 
 
 def _selective(split: ScoredPredictions) -> list[ScoreGroup]:
@@ -428,6 +446,7 @@ _TOP_K = ScoreOption(
 
 # The table
 
+_OF_TEXTS = "classes such as B-PER, I-PER and O, and rows grouped by text"
 _OF_SETS = ("target", "scheme", "by_class", "confidence")
 _OF_OUTLIERS = ("target", "by", "confidence")
 _OF_ACCEPTANCE = ("target", "confidence")
@@ -466,13 +485,13 @@ SCORES = {
     "ece": Score(
         title="ECE", place=5, higher_is_better=False, is_shown=True, limits=(0, 1),
         definition="The expected calibration error: binned by confidence, in three ways, and class by class.",
-        usual={"strategy": "equal-width", "norm": "l1"}, told_by=("strategy", "norm", "estimator"), facts=("num_used",),
+        usual={"strategy": "equal-width", "norm": "l1"}, told_by=("strategy", "norm", "estimator"), facts=("num_used", "floor_undefined"),
         has_floor=True, options={"bins": _BINS}, of_split=_calibration, of_labels=_calibration_of_labels,
     ),
     "mce": Score(
         title="MCE", place=6, higher_is_better=False, limits=(0, 1),
         definition="The largest gap between confidence and accuracy over the bins.",
-        usual={"strategy": "equal-width"}, told_by=("strategy",), has_floor=True, computed_by="ece",
+        usual={"strategy": "equal-width"}, told_by=("strategy",), facts=("floor_undefined",), has_floor=True, computed_by="ece",
     ),
     "balanced_accuracy": Score(
         title="balanced accuracy", place=7, higher_is_better=True, limits=(0, 1),
@@ -500,6 +519,21 @@ SCORES = {
         definition="The mean over classes of the average precision of a class against the rest.",
         usual={"average": "macro"}, told_by=("average",), facts=("num_left_out",), shown_of_labels={"average": "macro"},
         computed_by="balanced_accuracy",
+    ),
+    "entity_f1": Score(
+        title="entity F1", place=11.2, higher_is_better=True, is_shown=True, limits=(0, 1), needs=_OF_TEXTS,
+        definition="The F1 score of the entities of all types, for classes such as B-PER, I-PER and O and rows grouped by text.",
+        of_split=_entities,
+    ),
+    "entity_precision": Score(
+        title="entity precision", place=11.4, higher_is_better=True, limits=(0, 1), needs=_OF_TEXTS,
+        definition="The share of predicted entities whose begin, end and type are right.",
+        computed_by="entity_f1",
+    ),
+    "entity_recall": Score(
+        title="entity recall", place=11.6, higher_is_better=True, limits=(0, 1), needs=_OF_TEXTS,
+        definition="The share of true entities that are predicted with begin, end and type.",
+        computed_by="entity_f1",
     ),
     "aurc": Score(
         title="AURC", place=12, higher_is_better=False, limits=(0, 1),

@@ -120,7 +120,15 @@ class GivenPredictions:
         lengths = self.arrays.get("top_k")
         mutual_info = self.arrays.get("mutual_info")
         return ScoredPredictions(
-            self.probs, self.examples, mutual_info, lengths=lengths, ranking=self.ranking, settings=settings
+            self.probs,
+            self.examples,
+            mutual_info,
+            lengths=lengths,
+            ranking=self.ranking,
+            settings=settings,
+            classes=self.classes,
+            groups=self.groups,
+            sample_id=None if self.file is None else self.file.sample_id,
         )
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:

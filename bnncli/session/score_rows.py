@@ -79,7 +79,15 @@ class PredictedSplit:
         """Return the inputs of scores, with the options that scores define."""
         file, ranking = self.file, self.header.meta.get("top_k")
         return ScoredPredictions(
-            file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, settings=settings
+            file.probs,
+            self.examples,
+            file.mutual_info,
+            lengths=file.top_k,
+            ranking=ranking,
+            settings=settings,
+            classes=file.classes,
+            groups=self.groups,
+            sample_id=file.sample_id,
         )
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:

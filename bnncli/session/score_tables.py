@@ -322,6 +322,8 @@ def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequenc
 def _explain_absence(name: str, rows: Sequence[Row]) -> str:
     """Return why no row has a score."""
     score = all_scores()[name]
+    if score.needs is not None:
+        return f"it needs {score.needs}"
     makers = (score, *([all_scores()[score.computed_by]] if score.computed_by else []))
     is_of_split = any(one.of_split is not None for one in makers)
     if is_of_split:

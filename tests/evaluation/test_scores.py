@@ -31,7 +31,9 @@ from bnncli.evaluation.decisions import (
     set_scores,
 )
 from bnncli.evaluation.detection import form_rows
+from bnncli.evaluation.entities import entity_scores
 from bnncli.evaluation.fidelity import Forecasts, PredictionPair
+from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.latent_networks import density_rows, prediction_density_rows, selection_rows
 from bnncli.evaluation.scores import (
     ScoredPredictions,
@@ -180,6 +182,7 @@ def test_every_row_has_the_direction_of_the_table() -> None:
     groups = [
         *split_scores(ScoredPredictions(probs, compute_example_statistics(probs, labels))),
         *split_scores(ScoredPredictions(probs, several)),
+        *entity_scores(compute_example_statistics(probs, labels), ["O", "B-PER"], RowGroups(labels), None),
         *(make(pair) for make in fidelities()),
         *set_scores(rule, probs, labels, None, {}),
         *acceptance_scores(chosen, chosen, {}),
