@@ -167,7 +167,7 @@ def execute(run: Run, options: ScoreOptions) -> Result:
     groups = _groups(given, place, options)
     names = [_describe_predictions(given), *({**_describe_predictions(given), "split": name} for name in groups)]
     check_names(options.assertions, names)
-    bootstrap = _bootstrap(run, options, given, *outside)
+    bootstrap = _bootstrap(options, given, *outside)
     for text in (one.doubt for one in (given, *outside) if one.doubt is not None):
         run.console.warn(text)
     for text in describe_rare_classes(given.name, given.labels, given.classes, is_exclusive=given.is_exclusive):
@@ -318,24 +318,18 @@ def _warn_of_no_labels(run: Run, given: GivenPredictions, shown: list[Row]) -> N
 def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: str, members: Any) -> Row:
     """Return the row of one group, with all scores of its examples except detection."""
     own = given.of_rows(members, f"{given.name}/{name}")
-    bootstrap = _bootstrap(run, options, own)
+    bootstrap = _bootstrap(options, own)
     metrics = split_rows(own, options.settings, bootstrap, poll=run.console.poll)
     described: Row = {**_describe_predictions(given), "group": name, "num_examples": len(members), "metrics": metrics}
     found: Row = spell_options(described)
     return found
 
 
-def _bootstrap(run: Run, options: ScoreOptions, *splits: GivenPredictions) -> Bootstrap | None:
-    """Return the bootstrap of these splits, the first of which is scored."""
-    num_rows = len(splits[0].probs)
-    replicates = options.replicates(num_rows)
-    if replicates == 0:
-        if options.bootstrap is None:
-            run.console.info(
-                f"{num_rows} rows: no bootstrap intervals by default (add --bootstrap 1000; takes minutes)"
-            )
+def _bootstrap(options: ScoreOptions, *splits: GivenPredictions) -> Bootstrap | None:
+    """Return the bootstrap of these splits; None with `--bootstrap 0`."""
+    if options.bootstrap == 0:
         return None
-    return Bootstrap(replicates, options.level, options.seed).of_splits(*splits)
+    return Bootstrap(options.bootstrap, options.level, options.seed).of_splits(*splits)
 
 
 def _describe_predictions(given: GivenPredictions) -> Row:

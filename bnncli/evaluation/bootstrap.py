@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BLOCK_WEIGHTS = 1 << 20  # weights held at once (4 MB, fits into a cache)
 _COUNTED = 1 << 17  # indices drawn and counted at once, to stay in the cache
 METHODS = ("percentile", "basic")
+MOST_RESAMPLED = 50_000  # examples of the largest split; of more, a random part is resampled
+_FEWEST_RESAMPLED = 2_000  # examples of the smallest split in such a part, if it has them
 
 
 class GroupedSplit(Protocol):
@@ -35,6 +37,31 @@ class GroupedSplit(Protocol):
     @property
     def groups(self) -> RowGroups | None:
         """Groups of dependent rows; None if all rows are independent."""
+
+
+@dataclass(frozen=True)
+class RandomPart:
+    """A random part of large splits, resampled in place of all examples: m out of N of each, with one share m / N.
+
+    Args:
+        rows: (m,) ascending, of each split.
+        share: m / N.
+    """
+
+    rows: tuple[NDArray[np.int64], ...]
+    share: float
+
+    def of_all(self, values: NDArray, part: NDArray, replicates: NDArray) -> NDArray:
+        """Return replicates (R, m) of scores of all examples.
+
+        Standard errors shrink with the square root of the number of examples (Bickel, Gotze and van Zwet 1997).
+
+        Args:
+            values, part: the scores (m,) of all examples, and of the part.
+            replicates: of the part, (R, m).
+        """
+        found: NDArray = values + math.sqrt(self.share) * (replicates - part)
+        return found
 
 
 @dataclass(frozen=True)
@@ -60,6 +87,32 @@ class Bootstrap:
     def of_splits(self, *splits: GroupedSplit) -> Bootstrap:
         """Return the bootstrap that resamples these splits by their groups, where they have any."""
         return replace(self, groups={split.name: split.groups for split in splits if split.groups is not None})
+
+    def part(self, *splits: tuple[str, int]) -> RandomPart | None:
+        """Return the part of large splits (name, N) to resample; None to resample all examples, or whole groups."""
+        share = self._share(*splits)
+        if share == 1:
+            return None
+        streams = [np.random.default_rng(stream_seed(self.seed, f"part/{name}/{size}")) for name, size in splits]
+        rows = [
+            np.sort(stream.choice(size, round(share * size), replace=False))
+            for stream, (_, size) in zip(streams, splits, strict=True)
+        ]
+        return RandomPart(tuple(rows), share)
+
+    def _share(self, *splits: tuple[str, int]) -> float:
+        sizes = [size for _, size in splits]
+        if max(sizes) <= MOST_RESAMPLED or min(sizes) == 0 or any(name in self.groups for name, _ in splits):
+            return 1.0
+        return min(1.0, max(MOST_RESAMPLED / max(sizes), _FEWEST_RESAMPLED / min(sizes)))
+
+    def sized(self, *splits: tuple[str, int]) -> dict[str, Any]:
+        """Return what an interval over these splits (name, N) records: groups, or the size of a part; empty for all examples."""
+        share = self._share(*splits)
+        if share == 1:
+            return self.resampled(*(name for name, _ in splits))
+        counts = [round(share * size) for _, size in splits]
+        return {"resampled": "part", "num_resampled": counts if len(counts) > 1 else counts[0]}
 
     def num_units(self, split: tuple[str, int]) -> int:
         """Return the number of groups, or else of examples, that are resampled in a split (name, N)."""
@@ -118,7 +171,7 @@ class Bootstrap:
         estimate: float,
         replicates: NDArray,
         *,
-        splits: Sequence[str] = (),
+        splits: Sequence[tuple[str, int]] = (),
         method: str = "percentile",
         bounds: tuple[float, float] = (-math.inf, math.inf),
     ) -> dict[str, Any]:
@@ -128,17 +181,17 @@ class Bootstrap:
 
         Args:
             replicates: (R,); non-finite ones, where the statistic is undefined, are skipped.
-            splits: names of the resampled splits.
+            splits: name and number of examples of the resampled splits.
             method: see `interval`.
             bounds: range of the score.
         """
         known = replicates[np.isfinite(replicates)]
-        is_single = any(name in self.groups and len(self.groups[name]) < 2 for name in splits)
+        is_single = any(name in self.groups and len(self.groups[name]) < 2 for name, _ in splits)
         if 2 * len(known) < len(replicates) or len(known) < 2 or is_single:
             return {"standard_error": None, "interval": None}
         low, high = interval(estimate, known, level=self.level, method=method, bounds=bounds)
         shown = {"low": low, "high": high, "level": self.level, "method": method, "replicates": len(known)}
-        shown |= self.resampled(*splits)
+        shown |= self.sized(*splits) if splits else {}
         return {"standard_error": float(known.std(ddof=1)), "interval": shown}
 
 

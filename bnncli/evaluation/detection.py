@@ -295,10 +295,11 @@ def detection_rows(
             rows += [{**choices, **shared, "value": None, "undefined": reason} for choices, _ in defined]
             continue
         values = rankings[name].estimate(statistics)
+        sizes = (split, len(rankings[name].scores_in)), (ood, len(rankings[name].scores_out))
         for index, ((choices, form), value) in enumerate(zip(defined, values, strict=True)):
             row = {**choices, **shared, "value": value}
             if bootstrap is not None:
-                row |= bootstrap.describe(value, replicates[name][:, index], splits=(split, ood), bounds=form.bounds)
+                row |= bootstrap.describe(value, replicates[name][:, index], splits=sizes, bounds=form.bounds)
             rows.append(row)
     return rows
 
@@ -309,14 +310,41 @@ def _replicates(
     """Return the replicates (R, m) of each score's statistics, all with the same weights."""
     if not rankings:
         return {}
-
-    def statistic(*weights: NDArray) -> NDArray[np.float64]:
-        return np.stack([ranking.evaluate(statistics, *weights) for ranking in rankings.values()], axis=1)
-
-    first = next(iter(rankings.values()))
-    sizes = (split, len(first.scores_in)), (ood, len(first.scores_out))
-    values = bootstrap.replicates(statistic, *sizes)
+    values = resampled_rankings(
+        list(rankings.values()),
+        lambda some: lambda *weights: np.stack([one.evaluate(statistics, *weights) for one in some], axis=1),
+        bootstrap,
+        split=split,
+        ood=ood,
+    )
     return {name: values[:, index] for index, name in enumerate(rankings)}
+
+
+def resampled_rankings(
+    rankings: Sequence[Ranking],
+    statistic_of: Callable[[Sequence[Ranking]], Callable[..., NDArray]],
+    bootstrap: Bootstrap,
+    *,
+    split: str,
+    ood: str,
+) -> NDArray[np.float64]:
+    """Return the replicates (R, ...) of a statistic of rankings of the same examples; of a part of large splits.
+
+    Args:
+        statistic_of: returns the function of weights for some rankings.
+    """
+    sizes = (split, len(rankings[0].scores_in)), (ood, len(rankings[0].scores_out))
+    part = bootstrap.part(*sizes)
+    if part is None:
+        return bootstrap.replicates(statistic_of(rankings), *sizes)
+    rows_in, rows_out = part.rows
+    thinned = [Ranking(one.scores_in[rows_in], one.scores_out[rows_out]) for one in rankings]
+    found = bootstrap.replicates(statistic_of(thinned), (split, len(rows_in)), (ood, len(rows_out)))
+    values, own = (
+        statistic_of(some)(np.ones((1, len(some[0].scores_in))), np.ones((1, len(some[0].scores_out))))[0]
+        for some in (rankings, thinned)
+    )
+    return part.of_all(values, own, found)
 
 
 def _why_undefined(scores_in: NDArray | str, scores_out: NDArray | str, ood: str) -> str | None:

@@ -83,6 +83,12 @@ class ScoredPredictions:
     groups: RowGroups | None = None
     sample_id: NDArray | None = None
 
+    def take(self, rows: NDArray) -> ScoredPredictions:
+        """Return the predictions of some examples (n,), without groups."""
+        vectors = {name: getattr(self, name) for name in ("mutual_info", "lengths", "sample_id")}
+        own: dict[str, Any] = {name: None if value is None else value[rows] for name, value in vectors.items()}
+        return replace(self, probs=self.probs[rows], examples=self.examples.take(rows), groups=None, **own)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
@@ -335,9 +341,14 @@ def _mmc(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> 
         return row | {"value": None, "undefined": f"split {ood} is empty"}
     row["value"] = float(np.mean(examples.confidence, dtype=np.float64))
     if bootstrap is not None:
-        values = np.asarray(examples.confidence, dtype=np.float32)
-        found = bootstrap.replicates(lambda weights: (weights @ values) / total_weights(weights), (ood, size))
-        row |= bootstrap.describe(row["value"], found, splits=(ood,), bounds=(0.0, 1.0))
+        part = bootstrap.part((ood, size))
+        values = np.asarray(
+            examples.confidence if part is None else examples.confidence[part.rows[0]], dtype=np.float32
+        )
+        found = bootstrap.replicates(lambda weights: (weights @ values) / total_weights(weights), (ood, len(values)))
+        if part is not None:
+            found = part.of_all(np.asarray(row["value"]), values.mean(dtype=np.float64), found)
+        row |= bootstrap.describe(row["value"], found, splits=((ood, size),), bounds=(0.0, 1.0))
     return row
 
 

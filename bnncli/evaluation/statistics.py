@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bnncli.errors import DataError
-from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.bootstrap import Bootstrap, RandomPart
 from bnncli.evaluation.groups import RowGroups
 from bnncli.lazy import np, special
 from bnncli.numerics.random import stream_seed
@@ -96,15 +96,22 @@ def score_rows(
     bootstrap: Bootstrap | None = None,
     *,
     groups: RowGroups | None = None,
+    take: Callable[[NDArray], Sequence[ScoreGroup]] | None = None,
 ) -> list[Row]:
     """Return a row per score of a split, given by name and number of examples; with intervals if there is a bootstrap.
 
     Args:
         groups: groups of dependent rows, which tests of calibration take into account; as in the bootstrap.
+        take: returns the same scores of some rows (n,), to resample a part of a large split; None to resample all.
     """
     size = split[1]
     values = [_estimate(group, size) for group in scores]
-    replicates = _replicates(scores, values, split, bootstrap)
+    part = None if bootstrap is None or take is None else bootstrap.part(split)
+    if part is None:
+        replicates = _replicates(scores, values, split, bootstrap)
+    else:
+        assert take is not None
+        replicates = _replicates_of_part(take(part.rows[0]), values, split[0], bootstrap, part)
     rows = []
     for group, found, drawn in zip(scores, values, replicates, strict=True):
         chances = _against_chance(group, found, split, bootstrap, groups)
@@ -117,7 +124,7 @@ def score_rows(
             if value is None:
                 row["undefined"] = reason or score.when_nan
             elif bootstrap is not None:
-                row |= _uncertainty(bootstrap, score, value, None if drawn is None else drawn[:, i], split[0])
+                row |= _uncertainty(bootstrap, score, value, None if drawn is None else drawn[:, i], split)
             if value is not None and chances is not None:
                 row |= _note_chance(value, chances[i], {} if bootstrap is None else bootstrap.resampled(split[0]))
             if classes is not None:
@@ -190,13 +197,32 @@ def _replicates(
     ]
 
 
+def _replicates_of_part(
+    scores: Sequence[ScoreGroup],
+    values: Sequence[NDArray | None],
+    name: str,
+    bootstrap: Bootstrap | None,
+    part: RandomPart,
+) -> list[NDArray | None]:
+    """Return the replicates (R, m) of each group of scores of all examples, given the same groups of a part."""
+    size = len(part.rows[0])
+    own = [_estimate(group, size) for group in scores]
+    drawn = _replicates(scores, own, (name, size), bootstrap)
+    return [
+        None if value is None or found is None or of_part is None else part.of_all(value, of_part, found)
+        for value, of_part, found in zip(values, own, drawn, strict=True)
+    ]
+
+
 def _affordable(group: ScoreGroup, size: int, bootstrap: Bootstrap) -> int:
     """Return the number of replicates for a group: all, as many as its cost allows, or none if that is too few."""
     most = int(MOST_OPERATIONS / (group.cost * size)) if group.cost > 1 else bootstrap.num_replicates
     return bootstrap.num_replicates if most >= bootstrap.num_replicates else most if most >= FEWEST_REPLICATES else 0
 
 
-def _uncertainty(bootstrap: Bootstrap, score: ScoreForm, value: float, replicates: NDArray | None, split: str) -> Row:
+def _uncertainty(
+    bootstrap: Bootstrap, score: ScoreForm, value: float, replicates: NDArray | None, split: tuple[str, int]
+) -> Row:
     if replicates is None:
         return {"standard_error": None, "interval": None}
     return bootstrap.describe(value, replicates, splits=(split,), method=score.method, bounds=score.bounds)
@@ -224,6 +250,12 @@ class LabelStatistics:
     log_loss: NDArray[np.float64] | None = None
     squared_error: NDArray[np.float64] | None = None
     num_clamped: int = 0
+
+    def take(self, rows: NDArray) -> LabelStatistics:
+        """Return the statistics of some examples (n,); num_clamped stays that of all."""
+        vectors = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "num_clamped"}
+        own: dict[str, Any] = {name: None if value is None else value[rows] for name, value in vectors.items()}
+        return replace(self, **own)
 
 
 def label_statistics(probs: NDArray, labels: NDArray | None) -> LabelStatistics:
@@ -295,6 +327,15 @@ class ExampleStatistics:
 
     def __len__(self) -> int:
         return len(self.confidence)
+
+    def take(self, rows: NDArray) -> ExampleStatistics:
+        """Return the statistics of some examples (n,)."""
+        found: dict[str, Any] = {"of_labels": None if self.of_labels is None else self.of_labels.take(rows)}
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, np.ndarray):
+                found[spec.name] = value[rows]
+        return replace(self, **found)
 
 
 def compute_example_statistics(

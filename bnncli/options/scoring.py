@@ -347,10 +347,6 @@ class EvaluateOptions(ShownScores):
         return not set(detectors.feature_detectors()).isdisjoint(self.shown_scores)
 
 
-REPLICATES = 1000  # default number of bootstrap replicates, up to MOST_ROWS rows
-MOST_ROWS = 100_000  # with more rows, 1000 replicates take minutes and intervals are narrow anyway
-
-
 AUTO = "auto"
 
 
@@ -413,9 +409,9 @@ class ScoreOptions(ShownScores):
         is_rare=True,
     )
     settings: dict[str, Any] = declare_option_group(declare_prediction_score_options)
-    bootstrap: int | None = option(
-        None,
-        f"Number of bootstrap replicates over examples. Default: {REPLICATES}, or 0 above {MOST_ROWS} rows.",
+    bootstrap: int = option(
+        1000,
+        "Number of bootstrap replicates over examples.",
         minimum=0,
         group="Scores",
         is_rare=True,
@@ -482,9 +478,3 @@ class ScoreOptions(ShownScores):
         return [
             name for name in detectors.prediction_detectors() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)
         ]
-
-    def replicates(self, num_rows: int) -> int:
-        """Return the number of bootstrap replicates for `num_rows` rows."""
-        if self.bootstrap is None:
-            return REPLICATES if num_rows <= MOST_ROWS else 0
-        return self.bootstrap

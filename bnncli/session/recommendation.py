@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bnncli.artifacts.files import read_metrics
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import DetectionForm, Ranking, form_rows
+from bnncli.evaluation.detection import DetectionForm, Ranking, form_rows, resampled_rankings
 from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.recommendation import LEVEL, Quality, accuracy_interval, loss_interval
 from bnncli.evaluation.scores import detection_forms
@@ -58,27 +58,40 @@ def measure_split(
     *,
     split: tuple[str, int],
     bootstrap: Bootstrap | None = None,
+    take: Callable[[NDArray], Sequence[Sequence[ScoreGroup]]] | None = None,
 ) -> list[list[ScoreMeasurement]]:
     """Measure the wanted scores of several predictions of one split, in the given order.
 
     Args:
         predictions: score groups of each, from split_scores.
         split: its name and number of examples.
+        take: returns the same of some rows (n,), to resample a part of a large split; None to resample all.
     """
     chosen = [_select_scores(scores, wanted) for scores in predictions]
-    needed = [[scores for scores, _, _ in picks] for picks in chosen]
 
-    def statistic(weights: NDArray) -> NDArray[np.float64]:
-        """Return (b, all scores of all predictions), computing each group of scores once."""
-        parts = []
-        for picks in needed:
-            known = {id(s): s.statistic(weights) for s in picks if s.statistic is not None and split[1] > 0}
-            nothing = np.full((len(weights), 1), np.nan)
-            parts += [known.get(id(s), np.repeat(nothing, len(s.members), axis=1)) for s in picks]
-        return np.concatenate(parts, axis=1) if parts else np.zeros((len(weights), 0))
+    def statistic_of(chosen: Sequence[Sequence[tuple[ScoreGroup, int, Row]]]) -> Callable[[NDArray], NDArray]:
+        def statistic(weights: NDArray) -> NDArray[np.float64]:
+            """Return (b, all scores of all predictions), computing each group of scores once."""
+            parts = []
+            for picks in [[scores for scores, _, _ in picks] for picks in chosen]:
+                known = {id(s): s.statistic(weights) for s in picks if s.statistic is not None and split[1] > 0}
+                nothing = np.full((len(weights), 1), np.nan)
+                parts += [known.get(id(s), np.repeat(nothing, len(s.members), axis=1)) for s in picks]
+            return np.concatenate(parts, axis=1) if parts else np.zeros((len(weights), 0))
 
+        return statistic
+
+    statistic = statistic_of(chosen)
     values = statistic(np.ones((1, split[1])))[0]
-    replicates = bootstrap.replicates(statistic, split) if bootstrap is not None and split[1] > 1 else None
+    part = None if bootstrap is None or take is None else bootstrap.part(split)
+    replicates = None
+    if bootstrap is not None and part is not None and take is not None:
+        size = len(part.rows[0])
+        of_part = statistic_of([_select_scores(scores, wanted) for scores in take(part.rows[0])])
+        found_of_part = bootstrap.replicates(of_part, (split[0], size))
+        replicates = part.of_all(values, of_part(np.ones((1, size)))[0], found_of_part)
+    elif bootstrap is not None and split[1] > 1:
+        replicates = bootstrap.replicates(statistic, split)
     found, start = [], 0
     for picks in chosen:
         own = []
@@ -122,18 +135,23 @@ def measure_detection(
         for place in range(len(rankings))
     ]
 
-    def statistic(*weights: NDArray) -> NDArray[np.float64]:
-        pairs = zip(rankings, needed, strict=True)
-        found = [dict(zip(own, ranking.evaluate(own, *weights).T, strict=True)) for ranking, own in pairs]
-        columns = [
-            found[place][form.statistic] if isinstance(place, int) else np.full(len(weights[0]), np.nan)
-            for picks in chosen
-            for _, form, place in picks
-        ]
-        return np.stack(columns, axis=1) if columns else np.zeros((len(weights[0]), 0))
+    def statistic_of(rankings: Sequence[Ranking]) -> Callable[..., NDArray]:
+        def statistic(*weights: NDArray) -> NDArray[np.float64]:
+            pairs = zip(rankings, needed, strict=True)
+            found = [dict(zip(own, ranking.evaluate(own, *weights).T, strict=True)) for ranking, own in pairs]
+            columns = [
+                found[place][form.statistic] if isinstance(place, int) else np.full(len(weights[0]), np.nan)
+                for picks in chosen
+                for _, form, place in picks
+            ]
+            return np.stack(columns, axis=1) if columns else np.zeros((len(weights[0]), 0))
 
-    values = statistic(np.ones((1, split[1])), np.ones((1, ood[1])))[0]
-    replicates = bootstrap.replicates(statistic, split, ood) if bootstrap is not None and rankings else None
+        return statistic
+
+    values = statistic_of(rankings)(np.ones((1, split[1])), np.ones((1, ood[1])))[0]
+    replicates = None
+    if bootstrap is not None and rankings:
+        replicates = resampled_rankings(rankings, statistic_of, bootstrap, split=split[0], ood=ood[0])
     flat = iter(range(len(values)))
     return [
         [

@@ -229,9 +229,16 @@ def split_rows(
     """Return the rows of one split's own scores, with the options that these define."""
     from bnncli.evaluation.statistics import score_rows
 
-    scores = split_scores(split.scored(settings))
+    scored = split.scored(settings)
+    scores = split_scores(scored)
     poll()
-    return score_rows(scores, (split.name, len(split.examples)), bootstrap, groups=split.groups)
+    return score_rows(
+        scores,
+        (split.name, len(split.examples)),
+        bootstrap,
+        groups=split.groups,
+        take=lambda rows: split_scores(scored.take(rows)),
+    )
 
 
 def detection_rows(split: Scorable, other: Scorable, names: Sequence[str], bootstrap: Bootstrap | None) -> list[Row]:

@@ -280,16 +280,19 @@ def legend(
             f"[low, high]: {percent(options.level, 'g')} bootstrap intervals ({replicates} replicates); those of "
             "ECE and MCE exclude the floor and may be below the value"
         )
-    counts = {row["split"]: count for row in rows for m in row["metrics"] if (count := _num_groups(m)) is not None}
-    if counts:
-        named = ", ".join(f"{split} has {count}" for split, count in counts.items())
-        lines.append(f"intervals resample whole groups: {named}")
+    for field, what in (("num_groups", "whole groups: {}"), ("num_resampled", "a random part: {} examples")):
+        counts = {
+            row["split"]: count for row in rows for m in row["metrics"] if (count := _resampled(m, field)) is not None
+        }
+        if counts:
+            named = ", ".join(f"{split} has {count:,}" for split, count in counts.items())
+            lines.append(f"intervals resample {what.format(named)}")
     return lines
 
 
-def _num_groups(metric: TableRow) -> int | None:
-    """Return the number of groups that the interval of a score of one split resamples; None without groups."""
-    count = (metric.get("interval") or {}).get("num_groups")
+def _resampled(metric: TableRow, field: str) -> int | None:
+    """Return a number of what the interval of a score of one split resamples; None if it has none."""
+    count = (metric.get("interval") or {}).get(field)
     return count if isinstance(count, int) else None
 
 

@@ -225,15 +225,15 @@ def test_scores_of_classes_and_chosen_metrics(cli: Cli, folder: Path, probs: np.
     assert "per_class" not in row["metrics"][0]
 
 
-def test_many_rows_have_no_bootstrap_by_default(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnncli.options import scoring
-
-    monkeypatch.setattr(scoring, "MOST_ROWS", 50)
-    done = cli("score", "p.npz", "--json")
-    assert "interval" not in json.loads(done.stdout)["rows"][0]["metrics"][0]
-    assert "60 rows: no bootstrap intervals" in done.stderr
-    done = cli("score", "p.npz", "--bootstrap", "20", "--json")
-    assert json.loads(done.stdout)["rows"][0]["metrics"][0]["interval"]["replicates"] == 20
+def test_a_part_of_many_rows_is_resampled_and_the_table_says_so(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.evaluation.bootstrap.MOST_RESAMPLED", 50)
+    monkeypatch.setattr("bnncli.evaluation.bootstrap._FEWEST_RESAMPLED", 1)
+    found = json.loads(cli("score", "p.npz", "--json").stdout)["rows"][0]["metrics"][0]["interval"]
+    assert (found["resampled"], found["num_resampled"]) == ("part", 50)
+    assert "intervals resample a random part: test has 50 examples" in " ".join(cli("score", "p.npz").stdout.split())
+    assert "random part" not in cli("score", "p.npz", "--bootstrap", "0").stdout
 
 
 def test_a_table_of_predict_is_scored_as_its_predictions_are(cli: Cli, small_run: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,12 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from bnncli.evaluation import bootstrap
-from bnncli.evaluation.bootstrap import Bootstrap, interval
+from bnncli.evaluation import bootstrap as bootstrap_settings
+from bnncli.evaluation.bootstrap import METHODS, Bootstrap, interval
+from bnncli.evaluation.detection import detection_rows
+from bnncli.evaluation.groups import RowGroups
+from bnncli.evaluation.scores import ScoredPredictions, all_scores, detection_forms, split_scores
+from bnncli.evaluation.statistics import ScoreForm, compute_example_statistics, means, score_rows
 
 
 def all_weights(resampling: Bootstrap, *splits: tuple[str, int]) -> list[NDArray]:
@@ -129,3 +136,76 @@ def test_statistics_of_two_splits_resample_both() -> None:
 def test_no_replicates_and_sure_intervals_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected a replicate"):
         Bootstrap(**settings)
+
+
+def scored_rows(size: int, bootstrap: Bootstrap, seed: int = 0) -> dict[str, Any]:
+    """The rows of the scores of a split, and of its detection among another a third as large, by name."""
+    generator = np.random.default_rng(seed)
+    logits = 2 * generator.standard_normal((size, 4))
+    probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    labels = (probs.cumsum(axis=1) > generator.random((size, 1))).argmax(axis=1)
+    settings = {name: option.default for score in all_scores().values() for name, option in score.options.items()}
+    scored = ScoredPredictions(probs, compute_example_statistics(probs, labels), settings=settings)
+    rows = score_rows(
+        split_scores(scored), ("test", size), bootstrap, take=lambda some: split_scores(scored.take(some))
+    )
+    outside = {"max_prob": generator.uniform(0.2, 1, size // 3)}
+    inside = {"max_prob": scored.examples.confidence}
+    rows += detection_rows(inside, outside, detection_forms(), split="test", ood="far", bootstrap=bootstrap)
+    return {spell(row): row for row in rows}
+
+
+def spell(row: Mapping[str, Any]) -> str:
+    return " ".join(f"{row.get(key)}" for key in ("name", "strategy", "class_wise", "k", "positive", "coverage"))
+
+
+def test_a_part_of_large_splits_gives_the_standard_errors_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    bootstrap = Bootstrap(400)
+    expected = scored_rows(9000, bootstrap)
+    monkeypatch.setattr(bootstrap_settings, "MOST_RESAMPLED", 3000)
+    monkeypatch.setattr(bootstrap_settings, "_FEWEST_RESAMPLED", 500)
+    found = scored_rows(9000, bootstrap)
+    compared = 0
+    for name, row in found.items():
+        whole = expected[name]
+        assert row["value"] == whole["value"]
+        if row.get("standard_error") is None:
+            continue
+        if row["interval"]["method"] in METHODS:  # not those of calibration errors, which are from all examples
+            assert row["interval"].get("num_resampled") == ([3000, 1000] if "ood" in row else 3000), name
+            assert "num_resampled" not in whole["interval"]
+        if row["name"] != "mce":  # a maximum
+            assert row["standard_error"] == pytest.approx(whole["standard_error"], rel=0.25), name
+            compared += 1
+    assert compared > 12
+
+
+def test_parts_have_one_share_and_leave_small_splits_and_groups_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    bootstrap = Bootstrap(10)
+    monkeypatch.setattr(bootstrap_settings, "MOST_RESAMPLED", 3000)
+    part = bootstrap.part(("test", 60_000), ("far", 40_000))
+    assert part is not None
+    assert [len(rows) for rows in part.rows] == [3000, 2000] == [len(np.unique(rows)) for rows in part.rows]
+    few = bootstrap.part(("test", 30_000), ("far", 4_000))
+    assert few is not None
+    assert [len(rows) for rows in few.rows] == [15_000, 2_000]
+    assert bootstrap.part(("test", 3000)) is None
+    assert bootstrap.part(("test", 30_000), ("far", 300)) is None
+    grouped = Bootstrap(10, groups={"test": RowGroups(np.arange(30_000) // 3)})
+    assert grouped.part(("test", 30_000)) is None
+
+
+def test_intervals_of_a_part_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap_settings, "MOST_RESAMPLED", 500)
+    generator, is_inside, num_trials = np.random.default_rng(3), 0, 400
+    for trial in range(num_trials):
+        values = generator.exponential(size=2000)
+        group = means([ScoreForm("nll")], [values])
+        (row,) = score_rows(
+            [group],
+            ("test", 2000),
+            Bootstrap(100, 0.9, seed=trial),
+            take=lambda some, values=values: [means([ScoreForm("nll")], [values[some]])],
+        )
+        is_inside += row["interval"]["low"] <= 1 <= row["interval"]["high"]
+    assert abs(is_inside / num_trials - 0.9) < 3 * math.sqrt(0.09 / num_trials) + 0.02  # 100 replicates are few

@@ -114,8 +114,14 @@ def _measure_checkpoint(
     measured: list[list[ScoreMeasurement]] = [[] for _ in groups]
     if own_wanted:
         names = [wanted.metric for wanted in own_wanted]
-        scores = [split_scores(prediction.scored(options.settings), names) for prediction in inside]
-        measured = measure_split(scores, own_wanted, split=split, bootstrap=bootstrap)
+        scored = [prediction.scored(options.settings) for prediction in inside]
+        measured = measure_split(
+            [split_scores(one, names) for one in scored],
+            own_wanted,
+            split=split,
+            bootstrap=bootstrap,
+            take=lambda rows: [split_scores(one.take(rows), names) for one in scored],
+        )
     others = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True)) if other_wanted else {}
     for ood in others:
         run.console.poll(f"compare {ood}")
