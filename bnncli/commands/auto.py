@@ -42,7 +42,7 @@ from bnncli.errors import (
     UsageError,
 )
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.decisions import fit_outliers
+from bnncli.evaluation.decisions import fit_outliers, min_scores_for_rate
 from bnncli.evaluation.detection import detection_rows
 from bnncli.evaluation.detectors import DEFAULT_SCORE
 from bnncli.evaluation.recommendation import (
@@ -617,7 +617,10 @@ def _measure_detection(run: Run, train: TrainData, val: Split, outside: list[Spl
     own = train.combined_scores(val)
     if own is None:
         return []
-    threshold, bootstrap = fit_outliers(own, FALSE_ALARM), Bootstrap(level=LEVEL, seed=run.compute.seed)
+    groups = val.groups
+    if groups is not None and len(groups) < min_scores_for_rate(FALSE_ALARM):
+        groups = None  # too few for a threshold by group
+    threshold, bootstrap = fit_outliers(own, FALSE_ALARM, groups=groups), Bootstrap(level=LEVEL, seed=run.compute.seed)
     for split in outside:
         bootstrap = bootstrap.of_splits(val, split)
         far, name = train.combined_scores(split), split.content.name

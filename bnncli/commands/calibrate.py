@@ -16,6 +16,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND, write_decision
 from bnncli.artifacts.predictions import list_arrays
 from bnncli.artifacts.provenance import Source
+from bnncli.data.splits import hold_out_groups
 from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
 from bnncli.evaluation import detectors
 from bnncli.evaluation.decisions import (
@@ -51,6 +52,7 @@ from bnncli.evaluation.decisions import (
 )
 from bnncli.evaluation.density_ratio import estimate_ratio
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
+from bnncli.evaluation.groups import RowGroups
 from bnncli.names import percent
 from bnncli.numerics.digests import json_sha256
 from bnncli.numerics.random import stream_seed
@@ -478,6 +480,11 @@ def fit_rule(
         DataError: too few examples for the level, several labels per example, or an unknown score.
     """
     split = PredictedSplit(header)
+    if split.groups is not None and (kind == SHIFT or features):
+        name = "shift_level" if kind == SHIFT else "shifted_to"
+        message = f"split {split.name!r} has rows in groups, but \0{name}\0 needs independent rows"
+        hint = "the other rules take groups into account; or extract the split with one row per group"
+        raise DataError(message, code="dependent_rows", hint=hint, path=header.path)
     if kind in OF_LABELS and not split.file.is_exclusive:
         message = (
             "this run is multilabel; sets, acceptance, precision, recall and costs need mutually exclusive classes"
@@ -497,7 +504,9 @@ def fit_rule(
         scores = scores_of(split, settings["score"])
         _require(split, len(scores), 1, what="a test")
         rule, metrics = ShiftRule(np.sort(scores.astype(np.float64)), settings["shift_level"]), {}
-    return rule, list(split.file.classes), {"num_examples": len(split.examples), **metrics}
+    counts = {"num_examples": len(split.examples)}
+    counts |= {} if split.groups is None else {"num_groups": len(split.groups)}
+    return rule, list(split.file.classes), {**counts, **metrics}
 
 
 Fit = tuple[Rule, dict[str, Any]]
@@ -509,11 +518,9 @@ def _fit_sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: b
     coverage, num_classes = settings["coverage"], probs.shape[1]
     seed = settings["seed"] if settings["randomized"] else None
     uniform = SetScore("aps", seed).uniform(split.name, len(labels))
-    rows = np.arange(len(labels))
+    rows, groups = np.arange(len(labels)), split.groups
     if is_tuned:
-        order = np.random.default_rng(stream_seed(settings["seed"], "sets/tuning")).permutation(len(labels))
-        tuning, rows = np.sort(order[: _count_tuning_rows(split)]), np.sort(order[_count_tuning_rows(split) :])
-        _require(split, len(tuning), 1, what="choosing the raps penalty")
+        rows, tuning = _divide_for_tuning(split, stream_seed(settings["seed"], "sets/tuning"))
         score = choose_regularisation(
             probs[tuning], labels[tuning], coverage, seed=seed, uniform=None if uniform is None else uniform[tuning]
         )
@@ -522,7 +529,8 @@ def _fit_sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: b
     else:
         score = SetScore(settings["sets"], seed)
     own, labels = score.of_labels(probs, labels, uniform)[rows], labels[rows]
-    pooled = _pool_classes(split, labels, settings)
+    groups = None if groups is None else groups.of_rows(rows)
+    pooled = _pool_classes(split, labels, settings, groups)
     found: dict[str, Any] = {"pooled": [split.file.classes[k] for k in pooled]} if pooled else {}
     if features:
         thresholds, shift = _weigh_threshold(split, own, rows, settings, features)
@@ -535,12 +543,26 @@ def _fit_sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: b
             num_classes=num_classes,
             confidence=settings["confidence"],
             pooled=pooled,
+            groups=groups,
         )
     rule = SetRule(score, thresholds, settings["nonempty"])
     if all(sets.all() for _, sets in rule.set_blocks(probs, uniform)):
         found["tied_in_full_sets"] = int((own == thresholds[labels if len(thresholds) > 1 else 0]).sum())
     chosen = {"penalty": score.penalty, "free_ranks": score.free_ranks} if settings["sets"] == "raps" else {}
-    return rule, {"num_examples": len(rows), "thresholds": thresholds.tolist(), **chosen, **found}
+    counts = {"num_examples": len(rows)} | ({} if groups is None else {"num_groups": len(groups)})
+    return rule, {**counts, "thresholds": thresholds.tolist(), **chosen, **found}
+
+
+def _divide_for_tuning(split: PredictedSplit, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows to calibrate on and those to tune with, TUNING_SHARE of all, by whole groups if there are any."""
+    size = len(split.examples)
+    count = int(TUNING_SHARE * size)
+    _require(split, count, 1, what="choosing the raps penalty")
+    if split.groups is not None:
+        _require(split, len(split.groups), 2, what="choosing the raps penalty", of="groups")
+        return hold_out_groups(split.groups.index, count, seed)
+    order = np.random.default_rng(seed).permutation(size)
+    return np.sort(order[count:]), np.sort(order[:count])
 
 
 def _weigh_threshold(
@@ -589,24 +611,28 @@ def _find_features(run: Run, path: Path) -> Source:
     return Source(f"features.{path.stem}", path, header.content_digest)
 
 
-def _count_tuning_rows(split: PredictedSplit) -> int:
-    return int(TUNING_SHARE * len(split.examples))
-
-
-def _pool_classes(split: PredictedSplit, labels: np.ndarray, settings: Mapping[str, Any]) -> list[int]:
-    """Return the classes with too few examples for a threshold of their own. Raise DataError where that leaves none."""
+def _pool_classes(
+    split: PredictedSplit, labels: np.ndarray, settings: Mapping[str, Any], groups: RowGroups | None
+) -> list[int]:
+    """Return the classes with too few examples, or groups, for a threshold of their own. Raise DataError where that leaves none."""
     least = min_scores_for_coverage(settings["coverage"], settings["confidence"])
+    unit, every = ("examples", len(labels)) if groups is None else ("groups", len(groups))
     if not settings["class_conditional"]:
-        _require(split, len(labels), least, what=f"a coverage of {settings['coverage']:g}")
+        _require(split, every, least, what=f"a coverage of {settings['coverage']:g}", of=unit)
         return []
     counts = np.bincount(labels, minlength=len(split.file.classes))
+    if groups is not None:  # with examples of each class
+        counts = np.array([len(groups.of_rows(np.flatnonzero(labels == k))) for k in range(len(counts))])
     pooled = pool_rare_classes(counts, least)
+    if groups is not None and pooled:  # one group may have several of the classes
+        together = len(groups.of_rows(np.flatnonzero(np.isin(labels, pooled))))
+        pooled = pooled if together >= least else list(range(len(counts)))
     if len(pooled) == len(counts):
         few = [f"{name} {count}" for name, count in zip(split.file.classes, counts, strict=True) if count < least]
         more = f" and {len(few) - 8} more classes" if len(few) > 8 else ""
         raise DataError(
             f"split {split.name!r}: coverage {settings['coverage']:g} for each class needs at least {least} "
-            f"examples of at least two classes or groups of classes; got {', '.join(few[:8])}{more}",
+            f"{unit} of at least two classes or pools of classes; got {', '.join(few[:8])}{more}",
             code="too_few",
             hint="calibrate on a larger split, or without \0class_conditional\0",
             path=split.header.path,
@@ -617,8 +643,9 @@ def _pool_classes(split: PredictedSplit, labels: np.ndarray, settings: Mapping[s
 def _fit_acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     examples, risk, certainty = split.examples, settings["risk"], settings["confidence"]
     assert examples.is_right is not None
-    _require(split, len(examples), min_accepted(risk, certainty), what=f"a risk of {risk:g}")
-    rule = fit_acceptance(examples.confidence, examples.is_right, risk, certainty)
+    count, unit = _count_units(split)
+    _require(split, count, min_accepted(risk, certainty), what=f"a risk of {risk:g}", of=unit)
+    rule = fit_acceptance(examples.confidence, examples.is_right, risk, certainty, groups=split.groups)
     return rule, {
         "most_doubt": rule.most_doubt,
         "threshold": None if rule.most_doubt is None else 1 - rule.most_doubt,
@@ -645,12 +672,14 @@ def _fit_class(split: PredictedSplit, kind: str, settings: Mapping[str, Any]) ->
     probability, is_positive = split.file.probs[:, of_class], labels == of_class
     if kind == PRECISION:
         least = min_accepted(1 - level, certainty, num_shares=NUM_CLASS_SHARES)
-        _require(split, len(labels), least, what=f"a precision of {level:g}")
-        rule = fit_precision(probability, is_positive, level, certainty, of_class=of_class)
+        count, unit = _count_units(split)
+        _require(split, count, least, what=f"a precision of {level:g}", of=unit)
+        rule = fit_precision(probability, is_positive, level, certainty, of_class=of_class, groups=split.groups)
     else:
         least = min_scores_for_coverage(level, certainty)
-        _require(split, int(is_positive.sum()), least, what=f"a recall of {level:g}", of=f"examples of {name}")
-        rule = fit_recall(probability, is_positive, level, certainty, of_class=of_class)
+        count, unit = _count_units(split, np.flatnonzero(is_positive))
+        _require(split, count, least, what=f"a recall of {level:g}", of=f"{unit} of {name}")
+        rule = fit_recall(probability, is_positive, level, certainty, of_class=of_class, groups=split.groups)
     return rule, {
         "threshold": rule.threshold,
         "num_flagged": rule.num_flagged,
@@ -700,6 +729,12 @@ def read_costs(place: str, classes: Sequence[str]) -> CostRule:
     return CostRule(np.array([rows[name] for name in classes]), tuple(names))
 
 
+def _count_units(split: PredictedSplit, rows: np.ndarray | None = None) -> tuple[int, str]:
+    """Return the number of independent units among some rows, or all, and what they are: examples or groups."""
+    rows = np.arange(len(split.examples)) if rows is None else rows
+    return (len(rows), "examples") if split.groups is None else (len(split.groups.of_rows(rows)), "groups")
+
+
 def _judge_costs(split: PredictedSplit, rule: CostRule, certainty: float) -> dict[str, Any]:
     """Return the mean costs of the decisions, of deciding for the predicted class, and of the best constant decision.
 
@@ -714,15 +749,20 @@ def _judge_costs(split: PredictedSplit, rule: CostRule, certainty: float) -> dic
     own, bounds = costs[labels, decided], (float(costs.min()), float(costs.max()))
     spread = bounds[1] - bounds[0]
 
-    def compare(other: np.ndarray, level: float) -> dict[str, Any]:
-        interval = mean_interval(other - own, (-spread, spread), level)
-        return {"cost": float(other.mean()), "saving": float((other - own).mean()), "saving_interval": list(interval)}
+    def units(values: np.ndarray) -> np.ndarray:
+        """Return independent values: of each example, or the mean of each group."""
+        return values if split.groups is None else split.groups.means(values)
 
-    best = int(costs[labels].mean(axis=0).argmin())
+    def compare(other: np.ndarray, level: float) -> dict[str, Any]:
+        savings = units(other - own)
+        interval = mean_interval(savings, (-spread, spread), level)
+        return {"cost": float(units(other).mean()), "saving": float(savings.mean()), "saving_interval": list(interval)}
+
+    best = int(np.argmin([units(column).mean() for column in costs[labels].T]))
     found = {
-        "cost": float(own.mean()),
-        "cost_interval": list(mean_interval(own, bounds, certainty)),
-        "expected_cost": float(expected.mean()),
+        "cost": float(units(own).mean()),
+        "cost_interval": list(mean_interval(units(own), bounds, certainty)),
+        "expected_cost": float(units(expected).mean()),
         "decided": np.bincount(decided, minlength=decisions).tolist(),
         "constant": {"decision": rule.names[best], **compare(costs[labels, best], 1 - (1 - certainty) / decisions)},
     }
@@ -734,14 +774,16 @@ def _judge_costs(split: PredictedSplit, rule: CostRule, certainty: float) -> dic
 
 def _fit_outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
     scores, rate, certainty = scores_of(split, settings["score"]), settings["false_alarm"], settings["confidence"]
-    _require(split, len(scores), min_scores_for_rate(rate, certainty), what=f"a false-alarm rate of {rate:g}")
-    rule = fit_outliers(scores, rate, certainty)
+    count, unit = _count_units(split)
+    _require(split, count, min_scores_for_rate(rate, certainty), what=f"a false-alarm rate of {rate:g}", of=unit)
+    rule = fit_outliers(scores, rate, certainty, groups=split.groups)
     return rule, {"threshold": rule.threshold}
 
 
 def _require(split: PredictedSplit, count: int, least: int, *, what: str, of: str = "examples") -> None:
     """Raise DataError where there are fewer examples than required."""
     if count < least:
+        what = f"{what}, by group," if of.startswith("groups") else what
         raise DataError(
             f"split {split.name!r} has {count} {of} to calibrate on; {what} needs at least {least}",
             code="too_few",
@@ -759,6 +801,9 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
         else f"in {percent(certainty, 'g')} of calibration splits"
     )
     count = metrics["num_examples"]
+    in_groups = f" in {metrics['num_groups']} groups" if "num_groups" in metrics else ""
+    if in_groups:
+        often = f"for a random example of a new group, {often}"
     if kind == SETS:
         whose = "of each class's examples" if settings["class_conditional"] else "of examples"
         thresholds = metrics["thresholds"]
@@ -781,13 +826,11 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
             )
         return (
             f"{settings['sets']} sets contain the class of at least {percent(settings['coverage'], 'g')} {whose}, "
-            f"{often} ({shown}{raps}; {count} examples)"
+            f"{often} ({shown}{raps}; {count} examples{in_groups})"
         )
     if kind == RISK:
         if metrics["most_doubt"] is None:
-            return (
-                f"no threshold keeps wrong predictions to at most {percent(settings['risk'], 'g')} ({count} examples)"
-            )
+            return f"no threshold keeps wrong predictions to at most {percent(settings['risk'], 'g')} ({count} examples{in_groups})"
         if metrics["threshold"] == 0:
             return (
                 f"accept every prediction: at most {percent(settings['risk'], 'g')} are wrong, {often}; here "
@@ -802,7 +845,7 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
     if kind in (PRECISION, RECALL):
         name, level = settings["class"], percent(settings[kind], "g")
         if metrics["threshold"] is None:
-            return f"no threshold gives a precision for {name} of at least {level} ({count} examples)"
+            return f"no threshold gives a precision for {name} of at least {level} ({count} examples{in_groups})"
         promised = (
             f"at least {level} of those are {name}" if kind == PRECISION else f"this flags at least {level} of {name}"
         )
@@ -817,13 +860,13 @@ def format_guarantee(kind: str, settings: Mapping[str, Any], metrics: Mapping[st
             f"decide for the least expected cost of {', '.join(settings['decisions'])}: mean cost {metrics['cost']:.4g} "
             f"({low:.4g} to {high:.4g}, {often}), expected {metrics['expected_cost']:.4g}; saves "
             + " and ".join(_format_savings(metrics))
-            + f" ({count} examples)"
+            + f" ({count} examples{in_groups})"
         )
     if kind == OOD:
         return (
             f"an example is out-of-distribution if its {settings['score']} score is below "
             f"{metrics['threshold']:.6g} (higher is more in-distribution): at most "
-            f"{percent(settings['false_alarm'], 'g')} false alarms, {often} ({count} examples)"
+            f"{percent(settings['false_alarm'], 'g')} false alarms, {often} ({count} examples{in_groups})"
         )
     return (
         f"a batch has shifted if p is at most {settings['shift_level']:g}: two-sample Kolmogorov-Smirnov test on "

@@ -402,6 +402,10 @@ def _begin(run: Run, options: MonitorOptions, calibration: Calibration, asked: d
     if settings["score"] == DEFAULT_SCORE and options.split == "val":
         message = f"split 'val' cannot calibrate the {DEFAULT_SCORE} score, which uses ranks within val"
         raise DataError(message, code="split_was_used", hint=fresh_split(run, options.split), path=header.path)
+    if calibration.split.groups is not None:
+        message = f"split {options.split!r} has rows in groups, but the bets need independent rows"
+        hint = "calibrate and watch with one row per group, such as its first or a summary"
+        raise DataError(message, code="dependent_rows", hint=hint, path=header.path)
     if len(calibration.split.file.sample_id) == 0:
         raise DataError(f"split {options.split!r} is empty", code="too_few", path=header.path)
     needing = [name for name in ("max_error", "coverage") if settings[name] is not None]

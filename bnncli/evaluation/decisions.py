@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.statistics import NO_LABELS, Floats, ScoreForm, ScoreGroup, means, row_blocks
 from bnncli.lazy import np, special
 from bnncli.numerics.random import stream_seed
@@ -77,6 +78,44 @@ def _least(missed: Fraction, confidence: float | None) -> int:
 def exact_level(level: float) -> Fraction:
     """Return the level as the decimal number the user typed, so that rounding never shifts (n + 1) 0.1 by a rank."""
     return Fraction(repr(float(level)))
+
+
+_ROUNDING = 1e-12  # relative, of sums of weights
+
+
+def fit_group_threshold(
+    scores: NDArray, groups: RowGroups, coverage: float, confidence: float | None = None
+) -> float | None:
+    """Return the smallest of the scores (n,) up to which a random row of a new group has the coverage; None if none is.
+
+    Without a confidence, on average over calibration sets: each of the G groups has mass 1 / (G + 1), shared equally by
+    its rows, and the rest is infinite (hierarchical conformal prediction: Lee, Barber and Willett 2023,
+    arXiv:2306.06342; Dunn, Wasserman and Ramdas 2022). Otherwise, for this share of calibration sets: the groups' mean
+    losses are independent and bounded, and fall as the threshold rises (Bates et al. 2021, arXiv:2101.02703).
+    """
+    if len(scores) == 0:
+        return None
+    shares = groups.spread(1 / groups.sizes)
+    if confidence is None:
+        return fit_weighted_threshold(scores, shares, 1.0, coverage)
+    order = np.argsort(scores, kind="stable")
+    losses = 1 - np.cumsum(shares[order]) / len(groups)
+    p_values = bounded_mean_p_values(losses, len(groups), float(1 - exact_level(coverage)))
+    enough = np.flatnonzero(p_values <= (1 - confidence) * (1 + _ROUNDING))
+    return float(np.asarray(scores, dtype=np.float64)[order][enough[0]]) if len(enough) else None
+
+
+def bounded_mean_p_values(means: NDArray, size: int, limit: float) -> NDArray[np.float64]:
+    """Return p-values (m,) of the hypotheses that `size` independent values in [0, 1] with these means (m,) expect more than `limit`.
+
+    The smaller of the bounds of Hoeffding and Bentkus, as in Bates et al. (2021), theorem 4.
+    """
+    found = np.clip(np.asarray(means, dtype=np.float64), 0.0, 1.0)
+    low = np.minimum(found, limit)
+    divergence = special.xlogy(low, low / limit) + special.xlogy(1 - low, (1 - low) / (1 - limit))
+    bentkus = math.e * special.bdtr(np.minimum(np.ceil(size * found - 1e-9), size), size, limit)
+    p_values: NDArray[np.float64] = np.minimum(1.0, np.minimum(np.exp(-size * divergence), bentkus))
+    return p_values
 
 
 SetScores: TypeAlias = "NDArray[np.float64]"
@@ -207,25 +246,32 @@ def fit_thresholds(
     num_classes: int,
     confidence: float | None = None,
     pooled: Sequence[int] = (),
+    groups: RowGroups | None = None,
 ) -> NDArray[np.float64]:
     """Return the threshold (1,) for the scores (n,) of the examples' own classes, or (K,) thresholds if labels (n,) are given.
 
     Args:
         pooled: classes that share one threshold.
+        groups: groups of dependent examples, or None; see fit_group_threshold.
 
     Raises:
-        ValueError: there are too few examples, overall or of a class (see least_for_coverage).
+        ValueError: there are too few examples or groups, overall or of a class (see least_for_coverage).
     """
-    groups = [scores]
+    parts = [np.arange(len(scores))]
     if labels is not None:
         members = [pooled if k in pooled else [k] for k in range(num_classes)]
-        groups = [scores[np.isin(labels, own)] for own in members]
+        parts = [np.flatnonzero(np.isin(labels, own)) for own in members]
     thresholds = []
-    for group in groups:
-        rank = covering_rank(len(group), coverage, confidence)
-        if rank is None:
-            raise ValueError(f"{len(group)} examples are too few for coverage {coverage}")
-        thresholds.append(np.partition(group, rank - 1)[rank - 1])
+    for rows in parts:
+        own = scores[rows]
+        if groups is not None:
+            threshold = fit_group_threshold(own, groups.of_rows(rows), coverage, confidence)
+        else:
+            rank = covering_rank(len(own), coverage, confidence)
+            threshold = None if rank is None else float(np.partition(own, rank - 1)[rank - 1])
+        if threshold is None:
+            raise ValueError(f"{len(own)} examples are too few for coverage {coverage}")
+        thresholds.append(threshold)
     return np.array(thresholds, dtype=np.float64)
 
 
@@ -238,7 +284,7 @@ def fit_weighted_threshold(scores: NDArray, weights: NDArray, bound: float, cove
     """
     order = np.argsort(scores, kind="stable")
     reached = np.cumsum(np.asarray(weights, dtype=np.float64)[order])
-    enough = np.flatnonzero(reached >= coverage * (reached[-1] + bound))
+    enough = np.flatnonzero(reached >= coverage * (reached[-1] + bound) * (1 - _ROUNDING))
     return float(np.asarray(scores, dtype=np.float64)[order][enough[0]]) if len(enough) else None
 
 
@@ -300,7 +346,9 @@ class AcceptanceRule:
         return found
 
 
-def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certainty: float) -> AcceptanceRule:
+def fit_acceptance(
+    confidence: NDArray, is_right: NDArray, risk: float, certainty: float, *, groups: RowGroups | None = None
+) -> AcceptanceRule:
     """Return the most lenient threshold whose risk is shown to be at most `risk`.
 
     The risk is the share of wrong predictions among the accepted ones. The bound holds with probability `certainty`
@@ -311,11 +359,10 @@ def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certaint
     Args:
         confidence: (n,), largest probabilities.
         is_right: (n,), whether the prediction is correct.
+        groups: groups of dependent examples, or None; the risk is then that of a random row of a new group.
     """
-    doubt = np.sort(1 - np.asarray(confidence, dtype=np.float64))
-    wrong = np.sort(1 - np.asarray(confidence, dtype=np.float64)[~np.asarray(is_right, dtype=bool)])
-    thresholds = doubts()
-    tested = _test_in_sequence(doubt, wrong, thresholds, risk, certainty)
+    doubt, thresholds = 1 - np.asarray(confidence, dtype=np.float64), doubts()
+    tested = _test_in_sequence(doubt, ~np.asarray(is_right, dtype=bool), thresholds, risk, certainty, groups=groups)
     return AcceptanceRule(
         float(thresholds[tested.place]) if tested.is_passed else None,
         tested.num_accepted,
@@ -338,22 +385,29 @@ class _Tested(NamedTuple):
 
 def _test_in_sequence(
     scores: NDArray,
-    wrong: NDArray,
+    is_wrong: NDArray,
     thresholds: NDArray[np.float64],
     risk: float,
     certainty: float,
     *,
     starts: int = _STARTS,
+    groups: RowGroups | None = None,
 ) -> _Tested:
     """Test from strict to lenient whether at most `risk` of the scores up to each threshold are wrong; see fit_acceptance.
 
     Args:
-        scores, wrong: (n,) and those of wrong examples, in ascending order.
+        scores, is_wrong: (n,), of each example.
         thresholds: (T,), ascending.
         starts: distance of the thresholds that get a share of the level.
+        groups: groups of dependent examples, or None.
     """
-    accepted, errors = (np.searchsorted(side, thresholds, side="right") for side in (scores, wrong))
-    p_values = np.where(accepted > 0, special.bdtr(errors, np.maximum(accepted, 1), risk), 1.0)
+    accepted, errors = (np.searchsorted(np.sort(side), thresholds, side="right") for side in (scores, scores[is_wrong]))
+    if groups is None:
+        p_values = np.where(accepted > 0, special.bdtr(errors, np.maximum(accepted, 1), risk), 1.0)
+    else:
+        # The risk is at most r exactly if accepted (wrong - r) + r, in [0, 1], expects at most r for a random row.
+        terms = [groups.means((scores <= one) * (is_wrong - risk)).mean() + risk for one in thresholds]
+        p_values = np.where(accepted > 0, bounded_mean_p_values(np.array(terms), len(groups), risk), 1.0)
     share = (1 - certainty) / len(thresholds[::starts])
     level, best = 0.0, None
     for place, p_value in enumerate(p_values):
@@ -404,7 +458,13 @@ def class_thresholds() -> NDArray[np.float64]:
 
 
 def fit_precision(
-    probability: NDArray, is_positive: NDArray, precision: float, certainty: float, *, of_class: int
+    probability: NDArray,
+    is_positive: NDArray,
+    precision: float,
+    certainty: float,
+    *,
+    of_class: int,
+    groups: RowGroups | None = None,
 ) -> ClassRule:
     """Return the most lenient threshold whose flagged examples are shown to be of the class at least this often.
 
@@ -413,11 +473,12 @@ def fit_precision(
     Args:
         probability: (n,), of the class.
         is_positive: (n,), whether the example is of the class.
+        groups: groups of dependent examples, or None.
     """
     values, is_positive = np.asarray(probability, dtype=np.float64), np.asarray(is_positive, dtype=bool)
     thresholds = class_thresholds()
     tested = _test_in_sequence(
-        np.sort(-values), np.sort(-values[~is_positive]), -thresholds, 1 - precision, certainty, starts=_CLASS_STARTS
+        -values, ~is_positive, -thresholds, 1 - precision, certainty, starts=_CLASS_STARTS, groups=groups
     )
     threshold = float(thresholds[tested.place]) if tested.is_passed else None
     right = tested.num_accepted - tested.num_wrong
@@ -425,22 +486,33 @@ def fit_precision(
 
 
 def fit_recall(
-    probability: NDArray, is_positive: NDArray, recall: float, certainty: float, *, of_class: int
+    probability: NDArray,
+    is_positive: NDArray,
+    recall: float,
+    certainty: float,
+    *,
+    of_class: int,
+    groups: RowGroups | None = None,
 ) -> ClassRule:
     """Return the largest threshold that flags at least this share of the class, for `certainty` of calibration sets.
 
     The threshold is an order statistic of the class's own examples, so the bound is exact (see excluding_rank).
-    Arguments are as in fit_precision.
+    Arguments are as in fit_precision. With groups, the bound is that of fit_group_threshold for the groups with the class.
 
     Raises:
-        ValueError: there are too few examples of the class (see min_scores_for_coverage).
+        ValueError: there are too few examples of the class, or groups with it (see min_scores_for_coverage).
     """
     values, is_positive = np.asarray(probability, dtype=np.float64), np.asarray(is_positive, dtype=bool)
     own = np.sort(values[is_positive])
-    rank = excluding_rank(len(own), float(1 - exact_level(recall)), certainty)
-    if rank is None:
+    if groups is not None:
+        rows = np.flatnonzero(is_positive)
+        found = fit_group_threshold(-values[rows], groups.of_rows(rows), recall, certainty)
+    else:
+        rank = excluding_rank(len(own), float(1 - exact_level(recall)), certainty)
+        found = None if rank is None else -float(own[rank - 1])
+    if found is None:
         raise ValueError(f"{len(own)} examples are too few for a recall of {recall}")
-    threshold = float(own[rank - 1])
+    threshold = -found
     flagged = values >= threshold
     return ClassRule(of_class, threshold, int(flagged.sum()), int((flagged & is_positive).sum()), len(own))
 
@@ -520,7 +592,9 @@ class OutlierRule:
         return found
 
 
-def fit_outliers(scores: NDArray, false_alarm: float, confidence: float | None = None) -> OutlierRule:
+def fit_outliers(
+    scores: NDArray, false_alarm: float, confidence: float | None = None, *, groups: RowGroups | None = None
+) -> OutlierRule:
     """Fit the rule to in-distribution calibration scores (n,).
 
     An example is an outlier if its conformal p-value, (1 + number of calibration scores at most its own) / (n + 1), is
@@ -528,10 +602,17 @@ def fit_outliers(scores: NDArray, false_alarm: float, confidence: float | None =
 
     Args:
         confidence: share of calibration sets that must each keep the false-alarm rate; None: on average over them.
+        groups: groups of dependent examples, or None; see fit_group_threshold.
 
     Raises:
-        ValueError: there are too few examples.
+        ValueError: there are too few examples or groups.
     """
+    if groups is not None:
+        coverage = float(1 - exact_level(false_alarm))
+        threshold = fit_group_threshold(-np.asarray(scores, dtype=np.float64), groups, coverage, confidence)
+        if threshold is None:
+            raise ValueError(f"{len(groups)} groups are too few for a false-alarm rate of {false_alarm}")
+        return OutlierRule(-threshold)
     rank = excluding_rank(len(scores), false_alarm, confidence)
     if rank is None:
         raise ValueError(f"{len(scores)} examples are too few for a false-alarm rate of {false_alarm}")

@@ -35,6 +35,10 @@ class RowGroups:
         """Number of rows (G,) of each group."""
         return np.bincount(self.index)
 
+    def of_rows(self, rows: NDArray) -> RowGroups:
+        """Return the groups of some rows (n,), which are those that have any of them."""
+        return RowGroups(np.unique(self.index[rows], return_inverse=True)[1].ravel())
+
     def spread(self, weights: NDArray) -> NDArray:
         """Return weights (b, N) of rows from weights (b, G) of their groups."""
         spread: NDArray = weights.take(self.index, axis=-1)

@@ -143,7 +143,7 @@ class GivenPredictions:
         """Return the predictions of some examples (n,) under another split name."""
         arrays = {key: array[rows] for key, array in self.arrays.items()}
         labels = None if self.labels is None else self.labels[rows]
-        groups = None if self.groups is None else RowGroups.of(self.groups.index[rows])
+        groups = None if self.groups is None else self.groups.of_rows(rows)
         probs = np.asarray(self.probs[rows])
         return replace(self, name=name, probs=probs, labels=labels, arrays=arrays, groups=groups)
 
