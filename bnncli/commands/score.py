@@ -65,7 +65,7 @@ COMMAND = Command(
         "bnncli score val.npz --fit-calibration auto --out map.safetensors",
         "bnncli score new.npz --calibration map.safetensors --out calibrated.csv",
     ),
-    (Argument("file", "Predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN."),),
+    (Argument("file", "Predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN,group=COLUMN."),),
     section="Judge",
     place=50,
 )

@@ -215,8 +215,8 @@ def hold_out() -> Any:
     """Declare the option that moves examples from one split to another."""
     return option(
         [],
-        "Move N random examples from one split to another, such as val=test:2000. Validation examples must not "
-        "be training examples.",
+        "Move N random examples from one split to another (of rows with groups, whole groups), such as val=test:2000. "
+        "Validation examples must not be training examples.",
         metavar="NEW=OLD:N",
         group="Data",
     )

@@ -19,6 +19,7 @@ from bnncli.session.predictions import PredictionGroup
 from bnncli.session.run import Table
 from bnncli.session.score_rows import PredictedSplit
 
+FEW_GROUPS = 30  # with fewer, intervals of 90% held the truth in 73 to 86% of simulations
 _FIRST_COLUMNS = ("split", "posterior", "integrator", "draws")
 
 Form = tuple[str, str | None, tuple[str | None, ...]]
@@ -286,7 +287,9 @@ def legend(
         }
         if counts:
             named = ", ".join(f"{split} has {count:,}" for split, count in counts.items())
-            lines.append(f"intervals resample {what.format(named)}")
+            is_narrow = field == "num_groups" and min(counts.values()) < FEW_GROUPS
+            narrow = f" (below {FEW_GROUPS} groups, they are too narrow)" if is_narrow else ""
+            lines.append(f"intervals resample {what.format(named)}{narrow}")
     return lines
 
 

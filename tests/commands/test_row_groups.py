@@ -14,8 +14,9 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 
 from bnncli.artifacts.features import read_features
-from bnncli.artifacts.posteriors import read_tensor
+from bnncli.artifacts.posteriors import read_decision, read_tensor
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.evaluation.decisions import SetRule
 
 SIZE = 8  # rows of each group
 
@@ -130,3 +131,53 @@ def test_names_of_groups_are_compared_between_splits_of_other_files(cli: Cli, tm
     )
     np.savez(tmp_path / "new.npz", **arrays)
     assert "groups: scores" not in cli(*words).expect(0).stderr  # numbers are those of one source only
+
+
+RULES = ("--sets", "lac", "--coverage", 0.8, "--false-alarm", 0.1, "--recall", 0.7, "--class", 1, "--risk", 0.4)
+
+
+def test_rules_are_calibrated_by_group(cli: Cli, run: Path) -> None:
+    done = cli("calibrate", run, "--posterior", "laplace", *RULES).expect(0)
+    assert "of at least 80% of examples, for a random example of a new group, on average" in done.stderr
+    assert "496 examples in 62 groups" in done.stderr
+    folder = run.with_name("small.bnn")
+    content = read_predictions(folder / "predictions" / "laplace.mc" / "calib.h5")
+    assert content.labels is not None
+    scores = 1 - content.probs[np.arange(496), content.labels].astype(np.float64)
+    rule = read_decision(folder / "decisions" / "laplace.mc" / "sets.safetensors").rule
+    assert isinstance(rule, SetRule)
+    # all rows of a group are alike: ceil(63 * 0.8) of 62 groups
+    assert rule.thresholds.tolist() == [np.sort(scores)[SIZE * 51 - 1]]
+    rows = cli("evaluate", run, "--posterior", "laplace", "--json").expect(0).json["rows"]
+    (row,) = (row for row in rows if row["split"] == "test")
+    own = {metric["name"]: metric for metric in row["metrics"]}
+    assert own["set_coverage"]["interval"]["num_groups"] == 50
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("calibrate", "--shift-level", 0.05), "has rows in groups, but --shift-level needs independent rows"),
+        (("calibrate", "--sets", "lac", "--shifted-to", "test"), "but --shifted-to needs independent rows"),
+        (
+            ("calibrate", "--sets", "lac", "--coverage", 0.99),
+            "has 62 groups to calibrate on; a coverage of 0.99, by group",
+        ),
+        (
+            ("calibrate", "--sets", "raps", "--class-conditional", "--coverage", 0.98),
+            "at least 49 groups of at least two",
+        ),
+        (("monitor",), "has rows in groups, but the bets need independent rows"),
+    ],
+)
+def test_what_needs_independent_rows_or_more_groups_is_refused(
+    cli: Cli, run: Path, words: tuple[Any, ...], message: str
+) -> None:
+    command, *more = words
+    cli(command, run, "--posterior", "laplace", *more).expect(65, message)
+
+
+def test_maps_and_stacks_are_judged_on_whole_groups(cli: Cli, run: Path) -> None:
+    cli("fit-calibration", run, "--map", "vector").expect(0)
+    cli("fit-laplace", run, "--name", "plain", "--prior-precision", 10).expect(0)
+    cli("stack", run).expect(0)

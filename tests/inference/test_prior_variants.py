@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bnncli.errors import NumericError
+from bnncli.evaluation.groups import RowGroups
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian, num_effective
 from bnncli.inference.prior_variants import (
@@ -167,6 +168,18 @@ def test_folds_have_even_sizes_and_even_shares_of_every_class() -> None:
     assert sizes.max() - sizes.min() <= 1
     assert torch.equal(folds, stratified_folds(labels, 5, seeded(2)))
     assert not torch.equal(folds, stratified_folds(labels, 5, seeded(3)))
+
+
+def test_folds_keep_groups_whole_and_have_nearly_even_sizes() -> None:
+    sizes = np.random.default_rng(0).integers(1, 9, size=40)
+    groups = RowGroups(np.random.default_rng(1).permutation(np.repeat(np.arange(40), sizes)))
+    labels = torch.zeros(len(groups.index), dtype=torch.int64)
+    folds = stratified_folds(labels, 5, seeded(2), groups=groups)
+    assert all(len({*folds[torch.from_numpy(groups.index == group)].tolist()}) == 1 for group in range(40))
+    counts = torch.bincount(folds, minlength=5)
+    assert counts.max() - counts.min() <= 1  # groups of one row come last and even them out
+    assert torch.equal(folds, stratified_folds(labels, 5, seeded(2), groups=groups))
+    assert not torch.equal(folds, stratified_folds(labels, 5, seeded(3), groups=groups))
 
 
 def test_folds_of_several_labels_have_even_sizes() -> None:
