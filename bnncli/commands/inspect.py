@@ -28,7 +28,7 @@ from bnncli.models.answers import is_causal
 from bnncli.models.build import recognise_networks
 from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.checkpoints import Checkpoint, find_states, load_whole
-from bnncli.models.huggingface import feature_extractor, weight_files
+from bnncli.models.huggingface import feature_extractor, num_labels, weight_files
 from bnncli.models.output_folders import choose_checkpoint
 from bnncli.models.recognition import guess, possible_heads
 from bnncli.models.sharded import INDEX_SUFFIX, ShardedCheckpoint, find_sharded_folder, shards_of
@@ -339,6 +339,10 @@ def _identify_saved_model(folder: Path, names: list[str]) -> Finding | None:
         is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)
         data = "audio:TRAIN" if is_audio else _DATA[task]
         merged = Path(CHECKPOINT) if sharded is None else sharded.merged
+        if task == "Sequence" and not is_audio and num_labels(config) == 1:
+            found.add(
+                "note", "one output: if it is a reward model, add --model-arg pairs=yes to compare pairs of texts"
+            )
         found.suggest(folder if weights else merged, model=f"hf:{folder}", data=data)
     if sharded is not None:
         found.add("note", sharded.what)

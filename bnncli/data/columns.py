@@ -15,6 +15,7 @@ from bnncli.names import by_number, format_names, quote_name
 LABEL = "label"
 GROUP = "group"
 BESIDE = (LABEL, GROUP)  # may be named beside an input or predictions
+PAIRS = "pairs"  # what a model of preferences takes: two texts to choose from, with or without a prompt
 INPUTS = ("text", "image", "audio", "x")
 PROBS, LOGITS = "probs", "logits"
 
@@ -22,6 +23,8 @@ _LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "se
 _OTHER_LABEL_NAMES = ("y_true", "true_label", "ground_truth")  # without one of the usual ones
 _TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "tweet", "document", "body", "utterance")
 _TEXT_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2"))
+_PREFERRED = ("chosen", "rejected")  # the first is preferred in every row
+_PROMPT = "prompt"
 _FILE_NAMES = ("path", "file", "filename", "file_name")
 _AUDIO_NAMES = ("audio", "sound", "wav", "clip", "audio_path", "audio_file", *_FILE_NAMES)
 _IMAGE_NAMES = ("image", "img", "picture", "photo", "image_path", "image_file", *_FILE_NAMES)
@@ -187,8 +190,9 @@ class Roles(NamedTuple):
 
     Attributes:
         kind: text, image, audio or x.
-        inputs: one column; two for a pair of texts, several for the numbers of a row.
-        labels: one column; several for a matrix of zeros and ones, one per class; none without labels.
+        inputs: one column; two for a pair of texts, or three with a prompt before it; several for the numbers of a row.
+        labels: one column; several for a matrix of zeros and ones, one per class; none without labels. For pairs also
+            one of the two texts, which is preferred in every row.
         group: None without groups.
     """
 
@@ -203,7 +207,7 @@ def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None)
 
     Args:
         named: as from `split_place`.
-        takes: images, texts or audio, if the model says so.
+        takes: images, texts, pairs or audio, if the model says so.
 
     Raises:
         DataError: a named column does not exist.
@@ -212,6 +216,8 @@ def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None)
     group = find_group(columns, named)
     if group is not None:
         columns = replace(columns, holds={name: holds for name, holds in columns.holds.items() if name != group})
+    if takes == PAIRS:
+        return _find_pair_roles(columns, named)._replace(group=group)
     labels = find_labels(columns, named.get(LABEL), has_header="x" in named)
     for kind in named.keys() - {*BESIDE}:
         inputs = columns.resolve(named[kind])
@@ -238,6 +244,34 @@ def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None)
         raise columns.error(message, "name the column", f"{kind}=COLUMN{as_numbers}")
     both = f", or use both as a pair: text={found[0]}+{found[-1]}" if kind == "text" else ""
     return Roles(kind, (columns.only(found, kind, kind, also=both),), labels, group)
+
+
+def _find_pair_roles(columns: Columns, named: Mapping[str, str]) -> Roles:
+    """Find the columns of a pair of texts, with or without a prompt, and of the label."""
+    labels, holds = find_labels(columns, named.get(LABEL)), columns.holds
+    folded = {name.casefold(): name for name in holds}
+    inputs: tuple[str, ...] = ()
+    if any(kind != "text" for kind in named.keys() - {*BESIDE}):
+        raise columns.error("the model compares two texts", "name their columns", "text=FIRST+SECOND")
+    if "text" in named:
+        inputs = columns.resolve(named["text"])
+        if not 2 <= len(inputs) <= 3:
+            message = f"text= takes two columns for this model, or a prompt and two answers; got {named['text']!r}"
+            raise columns.error(message, "name them", "text=FIRST+SECOND or text=PROMPT+FIRST+SECOND")
+    else:
+        for pair in (_PREFERRED, *_TEXT_PAIRS):
+            if all(name in folded for name in pair):
+                inputs = tuple(folded[name] for name in pair)
+                break
+        if not inputs:
+            message = f"found no pair of texts; its columns, apart from the label: {columns.describe(without=labels)}"
+            raise columns.error(message, "name them", "text=FIRST+SECOND or text=PROMPT+FIRST+SECOND")
+        prompt = folded.get(_PROMPT)
+        if prompt is not None and holds[prompt] == holds[inputs[0]]:  # else the messages contain it
+            inputs = (prompt, *inputs)
+    if not labels and LABEL not in named and tuple(name.casefold() for name in inputs[-2:]) == _PREFERRED:
+        labels = (inputs[-2],)
+    return Roles("text", inputs, labels)
 
 
 class PredictionColumns(NamedTuple):

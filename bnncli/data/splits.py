@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from bnncli import registry
+from bnncli.data.columns import PAIRS
 from bnncli.data.labels import Numbering, common_task
 from bnncli.data.pixels import ImageCounts, Preprocess
 from bnncli.data.shift import Shift, ShiftedDataset
@@ -83,6 +84,11 @@ class CachedDataset:
     def is_sized(self) -> bool:
         """Return whether images are resized when read."""
         return bool(self.told["is_sized"])
+
+    @property
+    def note(self) -> str:
+        """What to say about the data set."""
+        return str(self.told.get("note", ""))
 
     @property
     def items(self) -> str:
@@ -163,6 +169,7 @@ def _collect_facts(dataset: Dataset, key: str) -> dict[str, np.ndarray]:
     parts = {"labels": dataset.labels, "classes": dataset.classes, "names": dataset.names, "groups": groups}
     found |= {name: np.asarray(value) for name, value in parts.items() if value is not None}
     facts = {"key": key, "num_rows": len(dataset), "is_sized": dataset.is_sized, "items": dataset.items}
+    facts["note"] = getattr(dataset, "note", "")
     return found | {name: np.asarray(value) for name, value in facts.items()}
 
 
@@ -269,7 +276,7 @@ class Dataset(Protocol):
 
     @property
     def items(self) -> str:
-        """Kind of items from `read`: arrays; or, for a transform, images (PIL), texts (str or pairs) or audio (Sound)."""
+        """Kind of items from `read`: arrays; or, for a transform, images (PIL), texts (str or pairs), pairs or audio (Sound)."""
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -379,11 +386,11 @@ class InputSplit:
 
     def longest(self, among: int) -> InputSplit:
         """Return a split of one example: the longest among at most `among` texts across the split; of other items, the first."""
-        if self.items != "texts":
+        if self.items not in ("texts", PAIRS):
             return self.take(np.arange(1))
         some = np.unique(np.linspace(0, len(self) - 1, num=min(among, len(self)), dtype=np.int64))
         texts = self.dataset.read(self.rows[some])[0]
-        lengths = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+        lengths = [len(text) if isinstance(text, str) else sum(len(str(part)) for part in text) for text in texts]
         return self.take(some[[int(np.argmax(lengths))]])
 
     def as_ood(self) -> InputSplit:

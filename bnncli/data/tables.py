@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,13 @@ import numpy as np
 from PIL import Image
 
 from bnncli.data.arrays import TOKEN_IDS
-from bnncli.data.columns import BESIDE, INPUTS, Columns, Roles, find_roles, split_place
+from bnncli.data.columns import BESIDE, INPUTS, PAIRS, Columns, Roles, find_roles, split_place
 from bnncli.data.labels import IF_UNKNOWN, check_hashed, check_labels, hash_files, number_groups
 from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
 from bnncli.data.sound import Sound, check_decodable, decode_sound
 from bnncli.data.table_files import FILE, LIST, Blocks, Table, files_of
 from bnncli.data.transform import normalise_dtype
-from bnncli.errors import DataError, MissingInput, ReadError
+from bnncli.errors import DataError, MissingInput, ReadError, UsageError
 from bnncli.names import format_names, quote_name
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
@@ -250,6 +251,7 @@ class TableDataset:
         labels, groups: (rows,) int64, or None.
         paths: of the images or sound files (rows,), if the table has paths.
         mode: of the images.
+        is_swapped: (rows,) bool, whether the two texts of a pair change places; None for never.
     """
 
     table: Table
@@ -262,11 +264,14 @@ class TableDataset:
     is_sized: bool = True
     note: str = ""
     groups: np.ndarray | None = None
+    is_swapped: np.ndarray | None = None
     _known_digests: list[str] = field(default_factory=list, repr=False)
 
     @property
     def items(self) -> str:
-        """texts, audio, images if the model has a transform for them, else arrays."""
+        """texts, pairs if the model compares them, audio, images if the model has a transform for them, else arrays."""
+        if self._has_pairs:
+            return PAIRS
         if self.roles.kind in ("text", "audio"):
             return "texts" if self.roles.kind == "text" else "audio"
         is_for_transform = self.roles.kind == "image" and self.preprocess.transform is not None
@@ -323,9 +328,20 @@ class TableDataset:
     def _texts(self, rows: np.ndarray, values: list[list[Any]]) -> list[Any]:
         for name, column in zip(self.roles.inputs, values, strict=True):
             for row, value in zip(rows.tolist(), column, strict=True):
-                if not isinstance(value, str):
-                    raise self._odd(row, name, "a string", value)
+                if not isinstance(value, str) and not (self._has_pairs and _is_chat(value)):
+                    raise self._odd(row, name, "a text or chat messages" if self._has_pairs else "a string", value)
+        if self._has_pairs:
+            swaps = [False] * len(rows) if self.is_swapped is None else self.is_swapped[rows].tolist()
+            return [
+                (*rest, second, first) if swap else (*rest, first, second)
+                for swap, (*rest, first, second) in zip(swaps, zip(*values, strict=True), strict=True)
+            ]
         return list(zip(*values, strict=True)) if len(values) == 2 else values[0]
+
+    @property
+    def _has_pairs(self) -> bool:
+        """Return whether the model compares two texts of each row."""
+        return self.roles.kind == "text" and _takes_pairs(self.preprocess)
 
     @cached_property
     def _width(self) -> int:
@@ -437,6 +453,8 @@ def table_dataset(table: Table, named: Mapping[str, str], preprocess: Preprocess
     where = quote_name(table.path, limit=300)
     takes = None if preprocess.transform is None else preprocess.transform.takes
     roles = find_roles(Columns(table.columns, where, spelled), named, takes=takes)
+    if _takes_pairs(preprocess) and roles.labels and roles.labels[0] in roles.inputs:
+        return _preferring(table, roles, preprocess, where)
     has_paths = roles.kind in ("image", "audio") and table.columns[roles.inputs[0]] != FILE
     group = () if roles.group is None else (roles.group,)
     values = table.values([*roles.labels, *group, *(roles.inputs if has_paths else ())])
@@ -447,13 +465,43 @@ def table_dataset(table: Table, named: Mapping[str, str], preprocess: Preprocess
     if roles.kind == "audio":
         check_decodable(paths or ())
     note = format_unlabelled_note(roles.labels) if roles.labels and labels.numbers is None else ""
-    groups = None
-    if roles.group is not None:
-        groups = number_groups(values[len(roles.labels)], where=f"{where}: column {quote_name(roles.group)}")
+    groups = _groups(roles, values[len(roles.labels)], where) if group else None
     found = TableDataset(table, roles, labels.numbers, labels.classes, preprocess, paths, note=note, groups=groups)
     if roles.kind != "image":
         return found
     return replace(found, mode=_mode(found, preprocess))
+
+
+def _takes_pairs(preprocess: Preprocess) -> bool:
+    return preprocess.transform is not None and preprocess.transform.takes == PAIRS
+
+
+def _is_chat(value: Any) -> bool:
+    """Return whether a cell has messages of a chat."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def _preferring(table: Table, roles: Roles, preprocess: Preprocess, where: str) -> TableDataset:
+    """Return the pairs of a table that prefers the same column in every row, half of them swapped so that labels differ.
+
+    Of rows 2k and 2k + 1 one is swapped, chosen by k, so the first N rows are balanced for every N.
+    """
+    if len(roles.labels) > 1 or roles.labels[0] not in roles.inputs[-2:]:
+        expected = f"expected one of {format_names(roles.inputs[-2:])}, or a column of labels"
+        raise UsageError(f"{where}: label={'+'.join(roles.labels)}: {expected}")
+    if len(table) == 0:
+        raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
+    coins = np.frombuffer(hashlib.shake_256(b"pairs").digest(len(table) // 2 + 1), np.uint8) % 2 == 1
+    is_swapped = np.stack([coins, ~coins], axis=1).flatten()[: len(table)]
+    labels = (is_swapped != (roles.labels[0] == roles.inputs[-1])).astype(np.int64)
+    note = f"{quote_name(roles.labels[0])} is preferred in every row, so half of the pairs are swapped to balance the labels"
+    groups = None if roles.group is None else _groups(roles, table.values((roles.group,))[0], where)
+    return TableDataset(table, roles, labels, None, preprocess, note=note, is_swapped=is_swapped, groups=groups)
+
+
+def _groups(roles: Roles, values: list[Any], where: str) -> np.ndarray:
+    """Return the number (rows,) of each row's group."""
+    return number_groups(values, where=f"{where}: column {quote_name(str(roles.group))}")
 
 
 def _mode(dataset: TableDataset, preprocess: Preprocess) -> str:

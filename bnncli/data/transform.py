@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from bnncli.data.columns import PAIRS
 from bnncli.data.pixels import SUFFIXES, channels_axis
 from bnncli.errors import DataError, UsageError
 from bnncli.names import quote_name
@@ -41,7 +42,10 @@ class Transform(Protocol):
 
     @property
     def takes(self) -> str:
-        """images: PIL images; texts: str, or pairs (str, str); audio: Sound."""
+        """images: PIL images; texts: str, or pairs (str, str); audio: Sound.
+
+        pairs: two texts, or a prompt and two answers; each a str or a list of chat messages.
+        """
 
     @property
     def mode(self) -> str:
@@ -77,6 +81,8 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
     if transform is not None and items not in ("arrays", transform.takes):
         column = transform.takes.removesuffix("s")
         hint = f"name the column: {column}=COLUMN" if _has_columns(spec) else f"give data of {transform.takes}"
+        if transform.takes == PAIRS:
+            hint = "give a table with two columns of texts: text=FIRST+SECOND"
         raise UsageError(f"{spec}: the data are {items}, but the model takes {transform.takes}", hint=hint)
 
 

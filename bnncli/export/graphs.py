@@ -119,7 +119,9 @@ def _trace_program(module: nn.Module, example: Inputs, input_name: str) -> torch
     arguments = () if isinstance(example, dict) else (example,)
     sizes: Any = ({0: batch},)
     if keywords is not None:
-        sizes = {name: {0: batch, 1: length} if has_length(one) else {0: batch} for name, one in keywords.items()}
+        sizes = {
+            name: {0: batch, one.ndim - 1: length} if has_length(one) else {0: batch} for name, one in keywords.items()
+        }
     try:
         with torch.no_grad(), _ExporterSilence():
             named = _wrap_named_inputs(module, input_name, list(keywords or ()))
@@ -177,8 +179,8 @@ def _wrap_named_inputs(module: nn.Module, input_name: str, names: Sequence[str])
 
 
 def has_length(one: Tensor) -> bool:
-    """Return whether a named input may have any length: token IDs and the tensors that accompany them."""
-    return one.ndim == 2 and not one.is_floating_point()
+    """Return whether a named input may have any length: token IDs of texts or pairs, and the tensors that accompany them."""
+    return one.ndim in (2, 3) and not one.is_floating_point()
 
 
 def _name_batch(model: Any) -> None:

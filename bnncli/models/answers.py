@@ -34,6 +34,14 @@ def is_causal(architecture: str | None) -> bool:
     return architecture is not None and _CAUSAL.fullmatch(architecture) is not None
 
 
+def parse_flag(name: str, arguments: Mapping[str, str]) -> bool:
+    """Return whether an argument of a model says yes; without it, no. Raises UsageError for another value."""
+    value = arguments.get(name, "no")
+    if value.lower() not in _TRUTHS:
+        raise UsageError(f"\0model_arg\0 {name}: expected yes or no; got {value!r}")
+    return _TRUTHS[value.lower()]
+
+
 @dataclass(frozen=True)
 class Question:
     """How a text becomes a prompt, and which answers are compared.
@@ -64,15 +72,11 @@ class Question:
                 f"\0model_arg\0 answers: expected at least two different answers; got {arguments.get('answers', '')!r}",
                 hint="separate them with commas: \0model_arg\0 answers=A,B,C,D",
             )
-        chat, template = (
-            arguments.get("chat", "no"),
-            arguments.get("template", _FIELD).replace("\\n", "\n").replace("\\t", "\t"),
-        )
-        if chat.lower() not in _TRUTHS:
-            raise UsageError(f"\0model_arg\0 chat: expected yes or no; got {chat!r}")
+        has_chat = parse_flag("chat", arguments)
+        template = arguments.get("template", _FIELD).replace("\\n", "\n").replace("\\t", "\t")
         if template.count(_FIELD) != 1:
             raise UsageError(f"\0model_arg\0 template: expected a text with one {_FIELD}; got {template!r}")
-        return cls(answers, _TRUTHS[chat.lower()], template)
+        return cls(answers, has_chat, template)
 
     @property
     def lead(self) -> str:

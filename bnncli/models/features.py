@@ -155,19 +155,23 @@ def padding_effect(read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inpu
 
     Args:
         read: computes features (n, D) and output.
-        inputs: of a batch, by name, with an attention mask (n, L) of zeros and ones; None is returned for others.
+        inputs: of a batch, by name, with an attention mask (n, L) of zeros and ones, or (n, 2, L) for pairs of texts;
+            None is returned for others.
         features: of the batch, (n, D).
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not isinstance(inputs, Mapping):
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 3) or not isinstance(inputs, Mapping):
         return None
-    lengths = mask.sum(dim=1)
+    used = mask.bool() if mask.ndim == 2 else mask.bool().any(dim=1)
+    lengths = used.sum(dim=1)
     row = int(lengths.argmin())
-    if not 0 < int(lengths[row]) < mask.shape[1]:
+    if not 0 < int(lengths[row]) < mask.shape[-1]:
         return None
-    own = mask[row].bool()
+    own, axis = used[row].nonzero()[:, 0], mask.ndim - 1
     alone = {
-        name: value[row : row + 1, own] if value.shape[:2] == mask.shape else value[row : row + 1]
+        name: value[row : row + 1].index_select(axis, own)
+        if value.shape[: axis + 1] == mask.shape
+        else value[row : row + 1]
         for name, value in inputs.items()
     }
     found = read(alone)[0][0].double()

@@ -278,10 +278,9 @@ class Texts:
         texts: tuple[list[str], ...] = (list(items),)
         if items and not isinstance(items[0], str):
             texts = [first for first, _ in items], [second for _, second in items]
-        cut = {"truncation": True, "max_length": self.max_length} if self.max_length is not None else {}
         has_padding = tokenizer.pad_token_id is not None
         side = {"padding_side": "right"} if self.is_right_padded else {}
-        found = tokenizer(*texts, padding=has_padding, **cut, **side)
+        found, is_truncated = self.encode(*texts, padding=has_padding, **side)
         lengths = None if has_padding else tuple(map(len, found["input_ids"]))
         inputs = {
             name: np.asarray(rows, np.int64)
@@ -289,13 +288,18 @@ class Texts:
             else _pad_clips([np.asarray([row], np.int64) for row in rows])
             for name, rows in found.items()
         }
-        num_truncated = 0
-        if self.max_length is not None and tokenizer.is_fast:
-            num_truncated = sum(bool(one.overflowing) for one in found.encodings)
-        elif self.max_length is not None:
-            whole = tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
-            num_truncated = sum(len(one) > self.max_length for one in whole)
-        return TransformedInputs(inputs, num_truncated, lengths=lengths)
+        return TransformedInputs(inputs, sum(is_truncated), lengths=lengths)
+
+    def encode(self, *texts: list[str], **settings: Any) -> tuple[Any, list[bool]]:
+        """Return the tokenizer's result for texts or pairs, truncated, and which of them were truncated."""
+        tokenizer = load_tokenizer(self.folder, self.digest)
+        if self.max_length is None:
+            return tokenizer(*texts, **settings), [False] * len(texts[0])
+        found = tokenizer(*texts, truncation=True, max_length=self.max_length, **settings)
+        if tokenizer.is_fast:
+            return found, [bool(one.overflowing) for one in found.encodings]
+        whole = tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
+        return found, [len(one) > self.max_length for one in whole]
 
     @property
     def pad_token_id(self) -> int | None:

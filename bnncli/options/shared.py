@@ -199,7 +199,12 @@ IDENTITY = "identity"  # name of a last layer that is the identity on the networ
 
 def model_arg() -> Any:
     """Declare the option for network arguments."""
-    return option([], "Argument of the network.", metavar="KEY=VALUE", group="Network")
+    return option(
+        [],
+        "Argument of the network, or how it reads texts: answers=A,B,C for a language model, pairs=yes for a reward model.",
+        metavar="KEY=VALUE",
+        group="Network",
+    )
 
 
 def data() -> Any:

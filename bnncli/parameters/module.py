@@ -135,7 +135,7 @@ class ModuleNetwork:
     def shaped(self, features: Tensor, input_shape: Sequence[int]) -> Tensor:
         """Return inputs (N, D), flat, or (N, ...), in the network's shape; packed token ids may have any length."""
         return features.reshape(
-            len(features), *((len(self.names), -1) if self.names and self.takes_tokens else input_shape)
+            len(features), *((*input_shape[:-1], -1) if self.names and self.takes_tokens else input_shape)
         )
 
     def _frozen(self, dtype: torch.dtype, varying: Collection[str]) -> dict[str, Tensor]:

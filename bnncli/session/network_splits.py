@@ -142,7 +142,7 @@ _HINT = "use fewer rows (SPLIT=SPEC@N), or a machine with more memory"
 
 
 def read_inputs(split: InputSplit, module: nn.Module, *, progress: Progress = SILENT) -> Tensor:
-    """Read all inputs (N, ...) of a split, float32 on the CPU; texts as (N, arguments, longest), IDs as floats.
+    """Read all inputs (N, ...) of a split, float32 on the CPU; texts as (N, arguments, ..., longest), IDs as floats.
 
     Args:
         module: the network, whose configuration defines the padding token.
@@ -213,13 +213,13 @@ def _join_batches(parts: list[Tensor], names: list[str], module: nn.Module) -> T
         raise _unsupported_error("its tokenizer has no padding token")
     if MASK not in names and is_padded:
         raise _unsupported_error(f"it has no attention mask ({MASK}) for padded texts")
-    padding = torch.zeros(len(names), 1, dtype=parts[0].dtype)
+    padding = torch.zeros(len(names), *[1] * (parts[0].ndim - 2), dtype=parts[0].dtype)
     if "input_ids" in names:
         padding[names.index("input_ids")] = getattr(getattr(module, "config", None), "pad_token_id", None) or 0
-    whole = padding.expand(count, len(names), longest).clone()
+    whole = padding.expand(count, *parts[0].shape[1:-1], longest).clone()
     start = 0
     for part in parts:
-        whole[start : start + len(part), :, : part.shape[-1]] = part
+        whole[start : start + len(part), ..., : part.shape[-1]] = part
         start += len(part)
     return whole
 

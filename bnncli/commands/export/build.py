@@ -240,7 +240,9 @@ class ModelInputs:
             {
                 "name": name,
                 "type": str(one.dtype).removeprefix("torch."),
-                "shape": ["batch", "sequence"] if has_names and has_length(one) else ["batch", *one.shape[1:]],
+                "shape": ["batch", *one.shape[1:-1], "sequence"]
+                if has_names and has_length(one)
+                else ["batch", *one.shape[1:]],
                 "preprocessing": self.preprocessing,
             }
             for name, one in named.items()

@@ -31,6 +31,7 @@ from bnncli.commands.extract_features.splits import (
     split_request,
     transform_json,
 )
+from bnncli.data.columns import PAIRS
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit
 from bnncli.errors import BnnError, DataError
@@ -98,6 +99,10 @@ class NetworkFeatures:
             check_link(head, self.likelihood)
             for note in head.notes:
                 self.network.run.console.info(f"{head.name}: {note}")
+            if head.layout.num_outputs == 1 and self.splits[0].items == "texts":
+                self.network.run.console.info(
+                    "the model has one output; if it is a reward model, compare pairs of texts: \0model_arg\0 pairs=yes"
+                )
         return head
 
     def close(self) -> None:
@@ -197,7 +202,7 @@ class NetworkFeatures:
             check_logits=None if whole.logits is None else whole.logits.numpy(),
             names=encode_names(split.names),
             groups=split.groups,
-            num_truncated=whole.num_truncated if split.items in ("texts", "audio") else None,
+            num_truncated=whole.num_truncated if split.items in ("texts", PAIRS, "audio") else None,
         )
         preprocess = {
             "mean": options.mean,

@@ -195,7 +195,7 @@ def list_input_notes(split: InputSplit, content: FeatureFile) -> list[str]:
         ]
     if not content.num_truncated:
         return []
-    what, own = "clips" if split.items == "audio" else "texts", transform.to_json()
+    what, own = "clips" if split.items == "audio" else split.items, transform.to_json()
     limit = own.get("max_length")
     longer = "than the model takes" if limit is None else f"than {limit} tokens"
     if limit is not None and "sampling_rate" in own:

@@ -1,4 +1,4 @@
-"""`hf:DIR`: a Hugging Face text, image or audio classifier, or a language model, in a `save_pretrained` folder."""
+"""`hf:DIR`: a Hugging Face text, image or audio classifier, reward or language model, in a `save_pretrained` folder."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from bnncli.models.huggingface import (
     weight_files,
 )
 from bnncli.models.output_folders import choose_checkpoint
+from bnncli.models.preferences import Pairs, read_pairs
 from bnncli.models.sharded import find_sharded_folder
 from bnncli.names import quote_name
 from bnncli.options.declaration import Form
@@ -54,9 +55,10 @@ class Classifier:
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
         """Build the network with the folder's weights or those of `state`; see `classifier`."""
-        from bnncli.models.huggingface import classifier, set_padding_token  # imports torch
+        from bnncli.models.huggingface import classifier  # imports torch
+        from bnncli.models.preferences import finish_network
 
-        return set_padding_token(classifier(self.folder, self.config, state), self.transform)
+        return finish_network(classifier(self.folder, self.config, state), self.transform)
 
 
 def open_model(place: str, asked: ModelRequest) -> Classifier | LanguageModel:
@@ -82,19 +84,20 @@ def open_model(place: str, asked: ModelRequest) -> Classifier | LanguageModel:
     config = read_object(folder / CONFIG)
     if is_causal(architecture_of(config)):
         return _open_language_model(folder, config, asked)
-    if asked.arguments:
+    kind = kind_of({**config, "problem_type": None} if asked.arguments else config, folder)  # scores may be regressions
+    if asked.arguments and kind != "Sequence":
         raise UsageError(
-            f"\0model_arg\0: only language models take arguments; {quote_name(folder, limit=300)} is "
-            f"{quote_name(architecture_of(config) or 'of no known architecture')}"
+            f"\0model_arg\0: only language models and classifiers of texts take arguments; {quote_name(folder, limit=300)} "
+            f"is {quote_name(architecture_of(config))}"
         )
-    kind = kind_of(config, folder)
+    transform = read_pairs((folder,), config, asked.arguments) if asked.arguments else inputs_of(folder, kind, config)
     return Classifier(
         folder,
         config,
-        classes_of(config, folder),
-        transform=inputs_of(folder, kind, config),
+        transform.comparison.classes if isinstance(transform, Pairs) else classes_of(config, folder),
+        transform=transform,
         files=(folder / CONFIG, *weight_files(folder), *find_files_like(folder, input_patterns(kind))),
-        task=task_of(config),
+        task="binary" if isinstance(transform, Pairs) else task_of(config),
     )
 
 

@@ -40,6 +40,7 @@ from bnncli.models.huggingface import (
     weight_files,
 )
 from bnncli.models.libraries import library_attribute, require
+from bnncli.models.preferences import Pairs, read_pairs
 from bnncli.names import format_names, quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
@@ -194,20 +195,20 @@ class AdaptedClassifier:
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
         """Build the network with the adapter merged; see `adapted`. Raises UsageError for other weights."""
-        from bnncli.models.huggingface import set_padding_token  # imports torch
+        from bnncli.models.preferences import finish_network
 
         if state is not None:
             raise _other_weights_error()
-        return set_padding_token(
+        return finish_network(
             build_adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform
         )
 
     def build_apart(self) -> nn.Module:
         """Build the same network with separate adapter parameters."""
-        from bnncli.models.huggingface import set_padding_token  # imports torch
+        from bnncli.models.preferences import finish_network
 
         apart = build_adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
-        return set_padding_token(apart, self.transform)
+        return finish_network(apart, self.transform)
 
 
 @dataclass(frozen=True)
@@ -261,26 +262,29 @@ def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier | AdaptedLa
     weights = _weights(folder, adapter)
     base = _base_of(adapter, folder, asked)
     config = read_object(base / CONFIG)
-    check_plain(config, base)
+    check_plain({**config, "problem_type": None} if asked.arguments else config, base)
     if is_causal(architecture_of(config)) and adapter.get("task_type") in ("CAUSAL_LM", None):
         prompts = read_prompts((folder, base), config, asked.arguments)
         own = (folder / ADAPTER_CONFIG, weights, base / CONFIG, *weight_files(base))
         tokenizer = find_files_like(Path(prompts.folder), input_patterns("Sequence"))
         return AdaptedLanguageModel(folder, base, prompts, files=(*own, *tokenizer))
-    if asked.arguments:
-        raise UsageError("\0model_arg\0: only adapters of language models take arguments")
     kind = _kind(adapter, config, folder)
     if kind == "Sequence" and any(feature_extractor(one) is not None for one in (folder, base)):
         kind = "Audio"  # many audio models are named after sequences
+    if asked.arguments and kind != "Sequence":
+        raise UsageError("\0model_arg\0: only adapters of language models and classifiers of texts take arguments")
     patterns = input_patterns(kind)
     inputs = folder if find_files_like(folder, patterns) else base
+    transform = (
+        read_pairs((folder, base), config, asked.arguments) if asked.arguments else inputs_of(inputs, kind, config)
+    )
     return AdaptedClassifier(
         folder,
         base,
         kind,
         config,
-        _classes(config, base, weights),
-        transform=inputs_of(inputs, kind, config),
+        transform.comparison.classes if isinstance(transform, Pairs) else _classes(config, base, weights),
+        transform=transform,
         files=(
             folder / ADAPTER_CONFIG,
             weights,
@@ -288,7 +292,7 @@ def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier | AdaptedLa
             *weight_files(base),
             *find_files_like(inputs, patterns),
         ),
-        task=task_of(config) if config.get("problem_type") else None,
+        task="binary" if isinstance(transform, Pairs) else task_of(config) if config.get("problem_type") else None,
     )
 
 
