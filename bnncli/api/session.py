@@ -20,6 +20,7 @@ import numpy as np
 from bnncli.artifacts.known_files import State, remember_checks, state_of
 from bnncli.artifacts.run_folder import MAX_NAME_BYTES, RunFolder
 from bnncli.data.sound import convert_clip, is_clip
+from bnncli.data.transform import Word
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError, machine_error
 from bnncli.lazy import torch
 from bnncli.models.sharded import shards_of
@@ -202,10 +203,10 @@ def _is_one_example(tensor: Tensor, shape: Callable[[], Sequence[int] | None], n
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Texts, PIL images or audio clips for a model with its own preprocessing, as a data set without labels.
+    """Texts, words, PIL images or audio clips for a model with its own preprocessing, as a data set without labels.
 
     Attributes:
-        items: texts, images or audio.
+        items: texts, words, images or audio.
     """
 
     given: list[Any]
@@ -228,7 +229,7 @@ class Items:
 
 
 def convert_to_items(x: Any) -> Items | None:
-    """Return the caller's texts, images or audio, or a single one; None for anything else.
+    """Return the caller's texts, images or audio, or a single one, or the words of texts; None for anything else.
 
     Raises:
         DataError: a clip's array is not a waveform.
@@ -253,6 +254,10 @@ def convert_to_items(x: Any) -> Items | None:
                 else given
             )
             return Items(list(clips), what)
+    if isinstance(x, list | tuple) and x and all(isinstance(text, list | tuple) for text in x):
+        texts = [tuple(text) for text in x]
+        if all(isinstance(word, str) and word for text in texts for word in text) and any(texts):
+            return Items([Word(text, place) for text in texts for place in range(len(text))], "words")
     return None
 
 

@@ -22,7 +22,7 @@ from bnncli.artifacts.posteriors import tensor_shapes
 from bnncli.data import sound
 from bnncli.data.arrays import npz_shapes
 from bnncli.data.columns import Columns, find_roles
-from bnncli.data.table_files import TEXT
+from bnncli.data.table_files import LIST, TEXT
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.models.answers import is_causal
 from bnncli.models.build import recognise_networks
@@ -281,14 +281,14 @@ def _identify_adapter(folder: Path, names: list[str]) -> Finding | None:
             found.add(name, config[name], key=name)
     base = str(config.get("base_model_name_or_path") or "")
     local = next((place for place in (base, str(folder / base)) if base and Path(place).is_dir()), "BASE")
-    data = "csv:TRAIN.csv" if config.get("task_type") == "SEQ_CLS" else "SPEC"
+    data = {"SEQ_CLS": "csv:TRAIN.csv", "TOKEN_CLS": _DATA["Token"]}.get(str(config.get("task_type")), "SPEC")
     found.suggest(folder, model=f"peft:{folder}", data=data, base_model=local)
     return found
 
 
 CHECKPOINT = "CKPT"
-_DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}
-_CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
+_DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv", "Token": "jsonl:TRAIN.jsonl:words=tokens,label=tags"}
+_CLASSIFIER = re.compile(r"For(Image|Sequence|Token|Audio)Classification$")
 
 
 def _identify_saved_model(folder: Path, names: list[str]) -> Finding | None:
@@ -473,21 +473,23 @@ def _identify_by_name(path: Path) -> Finding | None:
         return identify_table(path)
 
 
-_TABLES = ("csv", "tsv", "jsonl", "parquet", "arrow")
+_TABLES = {kind: kind for kind in ("csv", "tsv", "jsonl", "conll", "parquet", "arrow")} | {"conllu": "conll"}
 
 
 def identify_table(path: Path) -> Finding | None:
     """Identify a table by its name; return None for other files."""
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in _TABLES or not is_readable_kind(kind):
+    kind = _TABLES.get(path.suffix.lower().removeprefix("."))
+    if kind is None or not is_readable_kind(kind):
         return None
     found, columns = Finding(kind), _columns(path, kind)
     if columns:
         found.add("columns", ", ".join(columns), key="columns")
     named = ""
-    with suppress(BnnError):  # several columns could be the text, or none
-        roles = find_roles(Columns(dict.fromkeys(columns, TEXT), str(path), kind), {}, takes="texts")
-        named = f":text={'+'.join(roles.inputs)},label={'+'.join(roles.labels)}" if roles.labels else ""
+    for takes in ("texts", "words"):
+        with suppress(BnnError):  # several columns could be the text, or none
+            roles = find_roles(Columns(columns, str(path), kind), {}, takes=takes)
+            named = f":{roles.kind}={'+'.join(roles.inputs)},label={'+'.join(roles.labels)}" if roles.labels else ""
+            break
     found.suggested = data_line(f"{kind}:{path}{named}")
     return found
 
@@ -500,20 +502,23 @@ def is_readable_kind(kind: str) -> bool:
 _LINE = 1 << 20
 
 
-def _columns(path: Path, kind: str) -> list[str]:
-    """Return the names of the columns of text; none for other tables."""
-    if kind in ("parquet", "arrow"):
-        return []
+def _columns(path: Path, kind: str) -> dict[str, str]:
+    """Return the columns of text and lists, with what they hold; none for other tables."""
+    if kind in ("conll", "parquet", "arrow"):
+        return {}
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
         first = stream.readline(_LINE)
     if kind == "jsonl":
         try:
             row = json.loads(first)
         except (ValueError, RecursionError):
-            return []
-        return [str(name) for name in row] if isinstance(row, dict) else []
+            return {}
+        is_object = isinstance(row, dict)
+        return (
+            {str(name): LIST if isinstance(value, list) else TEXT for name, value in row.items()} if is_object else {}
+        )
     csv.field_size_limit(_LINE)
-    return next(iter(csv.reader([first], delimiter="\t" if kind == "tsv" else ",")), [])
+    return dict.fromkeys(next(iter(csv.reader([first], delimiter="\t" if kind == "tsv" else ",")), []), TEXT)
 
 
 PROGRAMS = {

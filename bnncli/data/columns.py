@@ -16,7 +16,7 @@ LABEL = "label"
 GROUP = "group"
 BESIDE = (LABEL, GROUP)  # may be named beside an input or predictions
 PAIRS = "pairs"  # what a model of preferences takes: two texts to choose from, with or without a prompt
-INPUTS = ("text", "image", "audio", "x")
+INPUTS = ("text", "words", "image", "audio", "x")
 PROBS, LOGITS = "probs", "logits"
 
 _LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "sentiment", "y")
@@ -25,6 +25,8 @@ _TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "tweet", "doc
 _TEXT_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2"))
 _PREFERRED = ("chosen", "rejected")  # the first is preferred in every row
 _PROMPT = "prompt"
+_WORD_NAMES = ("words", "tokens", "form")
+_TAG_NAMES = ("tags", "ner_tags", "pos_tags", "upos", "labels", "label")
 _FILE_NAMES = ("path", "file", "filename", "file_name")
 _AUDIO_NAMES = ("audio", "sound", "wav", "clip", "audio_path", "audio_file", *_FILE_NAMES)
 _IMAGE_NAMES = ("image", "img", "picture", "photo", "image_path", "image_file", *_FILE_NAMES)
@@ -189,7 +191,7 @@ class Roles(NamedTuple):
     """The columns of an input, of one kind, of the label and of the group.
 
     Attributes:
-        kind: text, image, audio or x.
+        kind: text, words, image, audio or x.
         inputs: one column; two for a pair of texts, or three with a prompt before it; several for the numbers of a row.
         labels: one column; several for a matrix of zeros and ones, one per class; none without labels. For pairs also
             one of the two texts, which is preferred in every row.
@@ -207,7 +209,7 @@ def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None)
 
     Args:
         named: as from `split_place`.
-        takes: images, texts, pairs or audio, if the model says so.
+        takes: images, texts, pairs, words or audio, if the model says so.
 
     Raises:
         DataError: a named column does not exist.
@@ -218,6 +220,8 @@ def find_roles(columns: Columns, named: Mapping[str, str], *, takes: str | None)
         columns = replace(columns, holds={name: holds for name, holds in columns.holds.items() if name != group})
     if takes == PAIRS:
         return _find_pair_roles(columns, named)._replace(group=group)
+    if "words" in named or (takes == "words" and not named.keys() - {*BESIDE}):
+        return _find_word_roles(columns, named)._replace(group=group)
     labels = find_labels(columns, named.get(LABEL), has_header="x" in named)
     for kind in named.keys() - {*BESIDE}:
         inputs = columns.resolve(named[kind])
@@ -272,6 +276,31 @@ def _find_pair_roles(columns: Columns, named: Mapping[str, str]) -> Roles:
     if not labels and LABEL not in named and tuple(name.casefold() for name in inputs[-2:]) == _PREFERRED:
         labels = (inputs[-2],)
     return Roles("text", inputs, labels)
+
+
+def _find_word_roles(columns: Columns, named: Mapping[str, str]) -> Roles:
+    """Find the column of each text's words and that of their tags. Raises as `find_roles` does."""
+    where = f"\0data\0 {columns.kind}"
+    found = [name for name, holds in columns.holds.items() if holds == LIST]
+    words = [name for name in found if name.casefold() in _WORD_NAMES]
+    if "words" in named:
+        words = list(columns.resolve(named["words"]))
+        if len(words) > 1:
+            raise UsageError(f"{where}: words= takes one column; got {named['words']!r}")
+    if not words:
+        message = f"found no column of words; its columns: {columns.describe()}"
+        if not found:
+            hint = "use jsonl:, parquet: or hf-dataset: with a list of words for each text, or conll:"
+            raise UsageError(f"{where}: {columns.where}: {message}", hint=hint)
+        raise columns.error(message, "name the column", "words=COLUMN")
+    inputs = columns.only(words, "words", "words")
+    if LABEL not in named:
+        tags = [name for name in found if name.casefold() in _TAG_NAMES and name != inputs]
+        return Roles("words", (inputs,), (columns.only(tags, "labels", LABEL),) if tags else ())
+    labels = columns.resolve(named[LABEL]) if named[LABEL] else ()
+    if len(labels) > 1:
+        raise UsageError(f"{where}: label= takes one column of tags; got {named[LABEL]!r}")
+    return Roles("words", (inputs,), labels)
 
 
 class PredictionColumns(NamedTuple):

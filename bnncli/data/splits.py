@@ -276,7 +276,7 @@ class Dataset(Protocol):
 
     @property
     def items(self) -> str:
-        """Kind of items from `read`: arrays; or, for a transform, images (PIL), texts (str or pairs), pairs or audio (Sound)."""
+        """Kind of items from `read`: arrays; or, for a transform, images (PIL), texts (str or pairs), pairs, words (Word) or audio (Sound)."""
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -377,7 +377,7 @@ class InputSplit:
 
     @property
     def items(self) -> str:
-        """Kind of the examples: arrays, images, texts or audio."""
+        """Kind of the examples: arrays, images, texts, words or audio."""
         return item_kind(self.dataset)
 
     def take(self, positions: np.ndarray) -> InputSplit:
@@ -385,11 +385,12 @@ class InputSplit:
         return replace(self, rows=self.rows[positions])
 
     def longest(self, among: int) -> InputSplit:
-        """Return a split of one example: the longest among at most `among` texts across the split; of other items, the first."""
-        if self.items not in ("texts", PAIRS):
+        """Return a split of one example: the one with the longest text of at most `among` across the split; of other items, the first."""
+        if self.items not in ("texts", "words", PAIRS):
             return self.take(np.arange(1))
         some = np.unique(np.linspace(0, len(self) - 1, num=min(among, len(self)), dtype=np.int64))
-        texts = self.dataset.read(self.rows[some])[0]
+        items: Any = self.dataset.read(self.rows[some])[0]
+        texts = [item.words for item in items] if self.items == "words" else items
         lengths = [len(text) if isinstance(text, str) else sum(len(str(part)) for part in text) for text in texts]
         return self.take(some[[int(np.argmax(lengths))]])
 

@@ -1,4 +1,4 @@
-"""Tables in files, read a batch of rows at a time by pyarrow: csv, tsv, JSON lines, Parquet and Arrow.
+"""Tables in files, read a batch of rows at a time by pyarrow: csv, tsv, JSON lines, CoNLL, Parquet and Arrow.
 
 Text has no random access, so it is checked row by row and copied into a temporary Arrow file, which is memory-mapped.
 """
@@ -169,6 +169,65 @@ def open_json_lines(path: Path) -> Blocks:
                 columns.setdefault(name, _classify_value(value))
     if not columns:
         raise DataError(f"{lines.shown} is empty: expected one JSON object per line", path=path, code="empty_split")
+    return _json_blocks(columns, batches, lines)
+
+
+def open_conll(path: Path) -> Blocks:
+    """Open a file of one word and its tags per line, and an empty line after each text, gzipped or not; a row is a text.
+
+    The columns are words, 2, 3, ..., tags. In a .conllu file they have the names of that format (form, upos, ...), and _
+    is a missing tag.
+    """
+    is_universal = ".conllu" in path.suffixes
+    names: list[str] = []
+    with _open_lines(path) as lines:
+        batches = _copy(["line"], _conll_texts(lines, names, is_universal=is_universal))
+    if not batches:
+        expected = "one word and its tags per line, and an empty line after each text"
+        raise DataError(f"{lines.shown} is empty: expected {expected}", path=path, code="empty_split")
+    return _json_blocks(dict.fromkeys(names, LIST), batches, lines)
+
+
+_UNIVERSAL = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
+
+
+def _conll_texts(lines: _Lines, names: list[str], *, is_universal: bool) -> Iterator[tuple[str]]:
+    """Yield each text as a JSON object of lists, and add the names of the columns. Raises DataError, naming the line."""
+    fields: list[list[str | None]] = []
+    delimiter: str | None = None
+    has_comment = False
+    for line in chain(lines, [""]):
+        if line.isspace() or not line or line.startswith("-DOCSTART-"):
+            if fields:
+                yield (json.dumps(dict(zip(names, zip(*fields, strict=True), strict=True))),)
+                lines.row += 1
+            fields, lines.start = [], lines.number + 1
+            continue
+        if is_universal and line.startswith("#"):
+            continue
+        if not names:
+            has_comment = line.startswith("# ")
+            delimiter = "\t" if "\t" in line or is_universal else None
+            width = len(_UNIVERSAL) if is_universal else len(line.rstrip("\r\n").split(delimiter))
+            numbered = ["words", *map(str, range(2, width)), *(["tags"] if width > 1 else [])]
+            names += _UNIVERSAL if is_universal else numbered
+        found: list[str | None] = [*line.rstrip("\r\n").split(delimiter)]
+        if len(found) != len(names):
+            message = f"{lines.shown}: line {lines.number} has {len(found)} fields, expected {len(names)}"
+            hint = "remove lines of comments: grep -v '^# '" if has_comment or line.startswith("# ") else None
+            raise DataError(message, path=lines.path, hint=hint)
+        if is_universal:
+            if not str(found[0]).isdecimal():  # several words at once (1-2), or one that was left out (1.1)
+                continue
+            found = [
+                None if value == "_" and name not in ("form", "lemma") else value
+                for name, value in zip(names, found, strict=True)
+            ]
+        fields.append(found)
+
+
+def _json_blocks(columns: Mapping[str, str], batches: Sequence[Any], lines: _Lines) -> Blocks:
+    """Return the blocks of rows that are stored as JSON objects, one in a line."""
 
     def values(batch: Any, names: Sequence[str]) -> list[list[Any]]:
         records = _parse_lines(batch)

@@ -21,9 +21,9 @@ from bnncli.data.labels import IF_UNKNOWN, check_hashed, check_labels, hash_file
 from bnncli.data.pixels import Preprocess, check_same_size, common_mode, decode_image, open_image, resize_and_crop
 from bnncli.data.sound import Sound, check_decodable, decode_sound
 from bnncli.data.table_files import FILE, LIST, Blocks, Table, files_of
-from bnncli.data.transform import normalise_dtype
+from bnncli.data.transform import Word, normalise_dtype
 from bnncli.errors import DataError, MissingInput, ReadError, UsageError
-from bnncli.names import format_names, quote_name
+from bnncli.names import count_noun, format_names, quote_name
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
 
@@ -434,27 +434,180 @@ class TableDataset:
         return folder / Path(name).expanduser()
 
     def _odd(self, row: int, column: str, expected: str, value: Any) -> DataError:
-        came = "nothing" if value is None else f"{type(value).__name__} {quote_name(value)}"
-        where = quote_name(self.table.path, limit=300)
-        return DataError(f"{where}: row {row}, column {quote_name(column)}: expected {expected}, got {came}")
+        return _odd_cell(self.table, row, column, expected, value)
 
 
-def table_dataset(table: Table, named: Mapping[str, str], preprocess: Preprocess, *, spelled: str) -> TableDataset:
+@dataclass(frozen=True, eq=False)
+class WordDataset:
+    """The words of the texts in a table: an example is a word with its text.
+
+    Attributes:
+        texts: (rows,) int64, the text of each word: its row in the table.
+        places: (rows,) int64, the place of each word in its text.
+        labels: (rows,) int64, or None.
+        groups: (rows,) int64, the group of each word: its text, unless the table has groups of texts.
+    """
+
+    table: Table
+    roles: Roles
+    texts: np.ndarray
+    places: np.ndarray
+    labels: np.ndarray | None
+    classes: tuple[str, ...] | None
+    groups: np.ndarray
+    note: str = ""
+    items: str = "words"
+    is_sized: bool = True
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """TEXT:WORD, both counted from 0."""
+        return tuple(f"{text}:{place}" for text, place in zip(self.texts.tolist(), self.places.tolist(), strict=True))
+
+    @property
+    def is_labeled(self) -> bool:
+        """Return whether the words have labels."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def read(self, rows: np.ndarray) -> tuple[list[Word], np.ndarray | None]:
+        """Return the words of the rows (n,), each with its text, and labels (n,)."""
+        texts, places = np.unique(self.texts[rows], return_inverse=True)
+        every = [tuple(words) for words in self.table.read(texts, self.roles.inputs)[0]]
+        chosen = zip(places.tolist(), self.places[rows].tolist(), strict=True)
+        return [Word(every[text], place) for text, place in chosen], None if self.labels is None else self.labels[rows]
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """Return digests of the files, the columns, class names, and the rows."""
+        return {
+            "sha256": np.array(self.table.digests(progress)),
+            "columns": np.array([self.roles.kind, *self.roles.inputs, "label", *self.roles.labels]),
+            "classes": np.array(self.classes or (), dtype=str),
+            "rows": rows,
+            **({} if self.roles.group is None else {"groups": self.groups[rows]}),
+        }
+
+
+_NO_TAG = -100  # what the libraries write for a word without a label
+_TEXTS_AT_ONCE = 1024
+
+
+def _word_dataset(table: Table, roles: Roles, where: str) -> WordDataset:
+    """Create the data set of the words that have a label; of all words if none has. Raises as `table_dataset` does."""
+    names = table.class_names.get(roles.labels[0]) if roles.labels else None
+    known: dict[Any, int] = {}  # tags, in the order of their appearance
+    lengths: list[int] = []
+    numbers: list[int] = []
+    for start in range(0, len(table), _TEXTS_AT_ONCE):
+        rows = np.arange(start, min(start + _TEXTS_AT_ONCE, len(table)))
+        columns = table.read(rows, [*roles.inputs, *roles.labels])
+        for row, *cells in zip(rows.tolist(), *columns, strict=True):
+            words = _check_words(table, row, roles.inputs[0], cells[0])
+            lengths.append(len(words))
+            if roles.labels:
+                numbers += _number_tags(table, row, roles.labels[0], cells[1], len(words), known, names)
+    counts = np.array(lengths, np.int64)
+    texts = np.repeat(np.arange(len(counts)), counts)
+    places = np.arange(len(texts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    if len(texts) == 0:
+        raise DataError(f"{where} has no words", code="empty_split", path=table.path)
+    groups = texts
+    if roles.group is not None:
+        groups = _groups(roles, table.values((roles.group,))[0], where)[texts]
+    if not known:
+        note = format_unlabelled_note(roles.labels) if roles.labels else ""
+        return WordDataset(table, roles, texts, places, None, None, groups, note=note)
+    own = convert_labels([*known], names, where=f"{where}: column {quote_name(roles.labels[0])}")
+    tags = np.array(numbers, np.int64)
+    has_tag = tags != _UNKNOWN
+    assert own.numbers is not None
+    return WordDataset(
+        table, roles, texts[has_tag], places[has_tag], own.numbers[tags[has_tag]], own.classes, groups[has_tag]
+    )
+
+
+def _check_words(table: Table, row: int, column: str, words: Any) -> list[str]:
+    """Return the words of a text. Raises DataError unless they are a list of texts that are not empty."""
+    if not isinstance(words, list):
+        raise _odd_cell(table, row, column, "a list of words", words)
+    for word in words:
+        if not isinstance(word, str) or not word:
+            raise _odd_cell(table, row, column, "a list of words, none of them empty", word)
+    return words
+
+
+def _number_tags(
+    table: Table, row: int, column: str, tags: Any, num_words: int, known: dict[Any, int], names: tuple[str, ...] | None
+) -> list[int]:
+    """Return the number of each tag of a text, -1 for no tag, and add new ones to those known.
+
+    Args:
+        names: class names, if the table states them.
+
+    Raises:
+        DataError: it is not one tag for each word, or tags are not all names or all class numbers.
+    """
+    if not isinstance(tags, list):
+        raise _odd_cell(table, row, column, "a list with the tag of each word", tags)
+    if len(tags) != num_words:
+        counts = f"{count_noun(num_words, 'word')}, but {count_noun(len(tags), 'tag')} in column {quote_name(column)}"
+        message = f"{quote_name(table.path, limit=300)}: row {row} has {counts}"
+        raise DataError(message, code="bad_labels")
+    found = []
+    for tag in tags:
+        if tag is None or tag == _NO_TAG:
+            found.append(_UNKNOWN)
+            continue
+        if not isinstance(tag, str | int):
+            raise _odd_cell(table, row, column, _TAG, tag)
+        if tag not in known:
+            first = next(iter(known), tag)
+            is_class = names is None or (tag in names if isinstance(tag, str) else tag < len(names))
+            if tag == "" or isinstance(tag, bool) or (isinstance(tag, int) and tag < 0):
+                raise _odd_cell(table, row, column, _TAG, tag)
+            if isinstance(tag, str) != isinstance(first, str):
+                raise _odd_cell(table, row, column, f"a tag like {first!r} before", tag)
+            if not is_class:
+                raise _odd_cell(table, row, column, f"one of the {len(names or ())} classes that the data name", tag)
+            known[tag] = len(known)
+        found.append(known[tag])
+    return found
+
+
+_TAG = f"tags that are class names, or class numbers from 0 ({_NO_TAG} or null for no label)"
+
+
+def _odd_cell(table: Table, row: int, column: str, expected: str, value: Any) -> DataError:
+    """Return the error for a cell that holds something else than expected."""
+    came = "nothing" if value is None else f"{type(value).__name__} {quote_name(value)}"
+    where = quote_name(table.path, limit=300)
+    return DataError(f"{where}: row {row}, column {quote_name(column)}: expected {expected}, got {came}")
+
+
+def table_dataset(
+    table: Table, named: Mapping[str, str], preprocess: Preprocess, *, spelled: str, takes: str | None = None
+) -> TableDataset | WordDataset:
     """Create the data set of a table, and read its labels.
 
     Args:
         named: columns named by the user.
         spelled: the kind, for messages.
+        takes: what the kind always holds; None for what the model takes.
 
     Raises:
         DataError: a column is missing, labels break a rule, or there are no rows.
         UsageError: the roles of columns are ambiguous.
     """
     where = quote_name(table.path, limit=300)
-    takes = None if preprocess.transform is None else preprocess.transform.takes
+    if takes is None and preprocess.transform is not None:
+        takes = preprocess.transform.takes
     roles = find_roles(Columns(table.columns, where, spelled), named, takes=takes)
     if _takes_pairs(preprocess) and roles.labels and roles.labels[0] in roles.inputs:
         return _preferring(table, roles, preprocess, where)
+    if roles.kind == "words" and len(table):
+        return _word_dataset(table, roles, where)
     has_paths = roles.kind in ("image", "audio") and table.columns[roles.inputs[0]] != FILE
     group = () if roles.group is None else (roles.group,)
     values = table.values([*roles.labels, *group, *(roles.inputs if has_paths else ())])
@@ -552,11 +705,13 @@ class TableKind:
 
     Attributes:
         suffixes: of the files in a folder; none if a place is always a single file.
+        takes: what it always holds; None for what the model takes.
     """
 
     name: str
     open: Callable[[Path], Blocks]
     suffixes: tuple[str, ...] = ()
+    takes: str | None = None
 
     def exists(self, place: str) -> bool:
         """Return whether the text as it stands is a file or folder."""
@@ -567,8 +722,8 @@ class TableKind:
         """Return all files that it is read from."""
         return self._files(split_columns(place, self.name)[0])[1]
 
-    def open_dataset(self, place: str, preprocess: Preprocess) -> TableDataset:
-        """Open texts, images, sound or numbers, and labels, from named or inferred columns.
+    def open_dataset(self, place: str, preprocess: Preprocess) -> TableDataset | WordDataset:
+        """Open texts, words, images, sound or numbers, and labels, from named or inferred columns.
 
         Raises:
             MissingInput: there is no such file or folder.
@@ -576,7 +731,8 @@ class TableKind:
             UsageError: the roles of columns are ambiguous.
         """
         text, named = split_columns(place, self.name)
-        return table_dataset(Table(*self._files(text), self.open, self.name), named, preprocess, spelled=self.name)
+        table = Table(*self._files(text), self.open, self.name)
+        return table_dataset(table, named, preprocess, spelled=self.name, takes=self.takes)
 
     def _files(self, text: str) -> tuple[Path, list[Path]]:
         path = Path(text).expanduser()

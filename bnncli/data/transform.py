@@ -18,7 +18,20 @@ if TYPE_CHECKING:
     from bnncli.data.splits import Dataset
 
 
-_MAKERS = {"texts": "tokenizer", "audio": "feature extractor"}  # what prepares inputs that only it can
+# what prepares inputs that only it can
+_MAKERS = {"texts": "tokenizer", "words": "tokenizer", "audio": "feature extractor"}
+
+
+class Word(NamedTuple):
+    """A word to classify, with its text.
+
+    Attributes:
+        words: of the text.
+        place: of the word among them.
+    """
+
+    words: tuple[str, ...]
+    place: int
 
 
 class TransformedInputs(NamedTuple):
@@ -42,7 +55,7 @@ class Transform(Protocol):
 
     @property
     def takes(self) -> str:
-        """images: PIL images; texts: str, or pairs (str, str); audio: Sound.
+        """images: PIL images; texts: str, or pairs (str, str); words: Word; audio: Sound.
 
         pairs: two texts, or a prompt and two answers; each a str or a list of chat messages.
         """
@@ -79,7 +92,7 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
             "folder with its save_pretrained method",
         )
     if transform is not None and items not in ("arrays", transform.takes):
-        column = transform.takes.removesuffix("s")
+        column = transform.takes if transform.takes == "words" else transform.takes.removesuffix("s")
         hint = f"name the column: {column}=COLUMN" if _has_columns(spec) else f"give data of {transform.takes}"
         if transform.takes == PAIRS:
             hint = "give a table with two columns of texts: text=FIRST+SECOND"
@@ -87,11 +100,11 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
 
 
 def _has_columns(spec: str) -> bool:
-    return spec.partition(":")[0] in ("csv", "tsv", "jsonl", "parquet", "arrow", "hf-dataset", "webdataset")
+    return spec.partition(":")[0] in ("csv", "tsv", "jsonl", "conll", "parquet", "arrow", "hf-dataset", "webdataset")
 
 
 def item_kind(dataset: Dataset) -> str:
-    """Return the kind of items from `read`: arrays, images, texts or audio; arrays for kinds installed by others."""
+    """Return the kind of items from `read`: arrays, images, texts, words or audio; arrays for kinds installed by others."""
     return cast(str, getattr(dataset, "items", "arrays"))
 
 

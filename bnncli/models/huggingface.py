@@ -67,7 +67,7 @@ TOKENIZER = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm", "bpe.codes",
 )  # fmt: skip
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
-_CLASSIFIER = re.compile(r"\w+For(Sequence|Image|Audio)Classification\w*")
+_CLASSIFIER = re.compile(r"\w+For(Sequence|Token|Image|Audio)Classification\w*")
 _NO_NAME = re.compile(r"LABEL_\d+")
 _REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _PATIENCE = 30.0  # seconds for the first answer; the library would wait forever
@@ -157,13 +157,13 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
 
 
 def classifier_input_kind(architecture: str | None) -> str | None:
-    """Return Sequence, Image or Audio from a class name; None if it is not a classifier."""
+    """Return Sequence, Token, Image or Audio from a class name; None if it is not a classifier."""
     match = _CLASSIFIER.fullmatch(architecture) if architecture is not None else None
     return match[1] if match is not None else None
 
 
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:
-    """Return Sequence, Image or Audio: what the model classifies; many audio models are named after sequences.
+    """Return Sequence, Token, Image or Audio: what the model classifies; many audio models are named after sequences.
 
     Raises:
         DataError: the model is not a classifier but a regression, or its weights are quantised.
@@ -172,7 +172,7 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     kind = classifier_input_kind(name)
     if kind is None:
         has = "config.json names no architecture" if name is None else f"the model is {quote_name(name)}"
-        expected = "expected a sequence, image or audio classifier"
+        expected = "expected a sequence, token, image or audio classifier"
         raise DataError(f"{where}: {has}, {expected}", code="not_a_classifier", path=folder / CONFIG)
     check_plain(config, folder)
     return "Audio" if kind == "Sequence" and feature_extractor(folder) is not None else kind
@@ -207,8 +207,8 @@ def feature_extractor(folder: Path) -> dict[str, Any] | None:
 
 
 def input_patterns(kind: str) -> tuple[str, ...]:
-    """Return file name patterns of what prepares inputs, for models of Sequence, Image or Audio."""
-    return TOKENIZER if kind == "Sequence" else PROCESSOR
+    """Return file name patterns of what prepares inputs, for models of Sequence, Token, Image or Audio."""
+    return TOKENIZER if kind in ("Sequence", "Token") else PROCESSOR
 
 
 def num_labels(config: Mapping[str, Any]) -> int:
@@ -478,8 +478,8 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 @lru_cache(maxsize=4)
-def _load_processor(auto: str, folder: str, digest: str) -> Any:
-    """Load the tokenizer, image processor or feature extractor of a folder with this digest.
+def _load_processor(auto: str, folder: str, digest: str, **settings: Any) -> Any:
+    """Load the tokenizer, image processor or feature extractor of a folder with this digest, with other settings.
 
     Raises:
         DataError: the library cannot load it from the folder.
@@ -487,7 +487,7 @@ def _load_processor(auto: str, folder: str, digest: str) -> Any:
     """
     maker = library_attribute(require("transformers", extra="hf"), auto, extra="hf")
     try:
-        return maker.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return maker.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **settings)
     except Exception as error:  # the library's, about the contents of the files
         why = " ".join(str(error).split())[:200]
         what = {"AutoTokenizer": "tokenizer", "AutoFeatureExtractor": "feature extractor"}.get(auto, "image processor")
@@ -500,10 +500,10 @@ def _load_processor(auto: str, folder: str, digest: str) -> Any:
         raise DataError(f"{quote_name(folder, limit=300)}: cannot load its {what}: {why}", path=folder) from error
 
 
-def load_tokenizer(folder: str, digest: str) -> Any:
-    """Load the tokenizer of a folder with this digest. Raises as _load_processor."""
+def load_tokenizer(folder: str, digest: str, **settings: Any) -> Any:
+    """Load the tokenizer of a folder with this digest, with other settings. Raises as _load_processor."""
     _settle_threads()
-    return _load_processor("AutoTokenizer", folder, digest)
+    return _load_processor("AutoTokenizer", folder, digest, **settings)
 
 
 def _settle_threads() -> None:

@@ -19,7 +19,8 @@ from bnncli.data.transform import TransformedInputs
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.lazy import torch
 from bnncli.models.answers import parse_flag
-from bnncli.models.huggingface import Texts, load_tokenizer, set_padding_token, text_inputs
+from bnncli.models.huggingface import Images, Sounds, Texts, inputs_of, load_tokenizer, set_padding_token, text_inputs
+from bnncli.models.words import Words, read_words, word_network
 from bnncli.names import quote_name
 
 if TYPE_CHECKING:
@@ -171,8 +172,23 @@ def read_pairs(folders: Sequence[Path], config: Mapping[str, Any], arguments: Ma
     )
 
 
+def read_inputs(
+    folders: Sequence[Path], kind: str, config: Mapping[str, Any], arguments: Mapping[str, str]
+) -> Pairs | Words | Texts | Images | Sounds | None:
+    """Return what prepares the inputs of a classifier of Sequence, Token, Image or Audio, from the first folder that has it.
+
+    Raises:
+        BnnError: as raised by `read_pairs`, `read_words` or `inputs_of`.
+    """
+    if arguments:
+        return read_pairs(folders, config, arguments)
+    return read_words(folders, config) if kind == "Token" else inputs_of(folders[0], kind, config)
+
+
 def finish_network(network: nn.Module, transform: Any) -> nn.Module:
-    """Return a classifier of texts with the tokenizer's padding token, or the network that compares pairs of texts."""
+    """Return a classifier with the tokenizer's padding token, or the network of single words or of pairs of texts."""
+    if isinstance(transform, Words):
+        return word_network(network, transform)
     network = set_padding_token(network, transform)
     return compare_scores(network, transform) if isinstance(transform, Pairs) else network
 

@@ -126,6 +126,47 @@ def decoder_folder(
     return folder
 
 
+TAGS = {0: "O", 1: "B-PER", 2: "I-PER"}
+_XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 20}
+TOKEN_MODELS: dict[str, dict[str, Any]] = {
+    **TEXT_MODELS,
+    "XLMRoberta": TEXT_MODELS["Roberta"],
+    "DebertaV2": {**BERT, "max_position_embeddings": 16, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "Deberta": {**BERT, "max_position_embeddings": 16},
+    "Electra": {**BERT, "max_position_embeddings": 16, "embedding_size": 8},
+    "Albert": {**BERT, "max_position_embeddings": 16, "embedding_size": 8},
+    "MPNet": {**BERT, "max_position_embeddings": 18, "pad_token_id": 1},
+    "ModernBert": {
+        **BERT,
+        "max_position_embeddings": 16,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "cls_token_id": 0,
+        "eos_token_id": 2,
+        "sep_token_id": 2,
+    },
+    "XLNet": _XLNET,
+    "T5": {"d_model": 16, "d_kv": 8, "d_ff": 20, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+    "GPT2": DECODERS["GPT2"],
+    "Llama": DECODERS["Llama"],
+    "Mistral": DECODERS["Mistral"],
+}
+
+
+def token_folder(folder: Path, kind: str = "Bert", **settings: Any) -> Path:
+    """A token classifier with random weights and its tokenizer, saved."""
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}ForTokenClassification")
+    config = {**SMALL, "id2label": TAGS, "label2id": {name: index for index, name in TAGS.items()}}
+    network = made(made.config_class(**{**config, "vocab_size": 20, **TOKEN_MODELS[kind], **settings})).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(folder)
+    own = tokenizer("Roberta" if "pad_token_id" in TOKEN_MODELS[kind] else "Bert", model_max_length=12)
+    own.save_pretrained(folder)
+    return folder
+
+
 def image_folder(folder: Path, kind: str = "ViT", *, channels: int = 3, shards: bool = False) -> Path:
     """An image classifier with random weights, and its processor, saved."""
     torch.manual_seed(0)

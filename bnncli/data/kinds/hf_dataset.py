@@ -14,7 +14,7 @@ from typing import Any
 
 from bnncli.data.pixels import Preprocess
 from bnncli.data.table_files import Table, feature_class_names, open_arrow
-from bnncli.data.tables import TableDataset, split_columns, table_dataset
+from bnncli.data.tables import TableDataset, WordDataset, split_columns, table_dataset
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.names import format_names, quote_name
 from bnncli.options.declaration import Form
@@ -37,8 +37,8 @@ def files(place: str) -> list[Path]:
     return [*found, *(file for file in (home / _INFO, home / _STATE) if file.is_file())]
 
 
-def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
-    """Open texts, images or numbers, and labels, from named or inferred columns.
+def open_dataset(place: str, preprocess: Preprocess) -> TableDataset | WordDataset:
+    """Open texts, words, images or numbers, and labels, from named or inferred columns.
 
     Raises:
         MissingInput: there is no such folder.

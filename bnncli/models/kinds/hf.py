@@ -1,4 +1,4 @@
-"""`hf:DIR`: a Hugging Face text, image or audio classifier, reward or language model, in a `save_pretrained` folder."""
+"""`hf:DIR`: a Hugging Face text, token, image or audio classifier, reward or language model, in a `save_pretrained` folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from bnncli.models.huggingface import (
     find_files_like,
     find_folder,
     input_patterns,
-    inputs_of,
     kind_of,
     task_of,
     weight_files,
 )
 from bnncli.models.output_folders import choose_checkpoint
-from bnncli.models.preferences import Pairs, read_pairs
+from bnncli.models.preferences import Pairs, read_inputs
 from bnncli.models.sharded import find_sharded_folder
 from bnncli.names import quote_name
 from bnncli.options.declaration import Form
@@ -44,7 +43,7 @@ TAKES: tuple[str, ...] = ("allow_download", "model_arg")
 
 @dataclass(frozen=True)
 class Classifier:
-    """A sequence, image or audio classifier with the folder's weights, unless others are loaded."""
+    """A sequence, token, image or audio classifier with the folder's weights, unless others are loaded."""
 
     folder: Path
     config: Mapping[str, Any] = field(repr=False)
@@ -90,7 +89,7 @@ def open_model(place: str, asked: ModelRequest) -> Classifier | LanguageModel:
             f"\0model_arg\0: only language models and classifiers of texts take arguments; {quote_name(folder, limit=300)} "
             f"is {quote_name(architecture_of(config))}"
         )
-    transform = read_pairs((folder,), config, asked.arguments) if asked.arguments else inputs_of(folder, kind, config)
+    transform = read_inputs((folder,), kind, config, asked.arguments)
     return Classifier(
         folder,
         config,

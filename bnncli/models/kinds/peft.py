@@ -30,7 +30,6 @@ from bnncli.models.huggingface import (
     find_files_like,
     find_folder,
     input_patterns,
-    inputs_of,
     load,
     load_config,
     load_pickled_state,
@@ -40,7 +39,7 @@ from bnncli.models.huggingface import (
     weight_files,
 )
 from bnncli.models.libraries import library_attribute, require
-from bnncli.models.preferences import Pairs, read_pairs
+from bnncli.models.preferences import Pairs, read_inputs
 from bnncli.names import format_names, quote_name
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
@@ -63,7 +62,7 @@ def build_adapted(
     is not a classifier, its own head is dropped.
 
     Args:
-        kind: Sequence, Image or Audio.
+        kind: Sequence, Token, Image or Audio.
         architecture: class that the base was saved from.
 
     Raises:
@@ -172,6 +171,7 @@ TAKES: tuple[str, ...] = ("base_model", "allow_download", "model_arg")
 
 _ADAPTER, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _CHOOSERS = {"XLORA": "selects adapters from other folders for each input"}  # which would be downloaded
+_TASKS = {"SEQ_CLS": "Sequence", "TOKEN_CLS": "Token"}
 _PROMPTS = ("PROMPT", "PREFIX", "P_TUNING")  # adapters that are additional inputs, not other weights
 
 
@@ -180,7 +180,7 @@ class AdaptedClassifier:
     """A classifier with an adapter, with the weights of both folders.
 
     Attributes:
-        kind: Sequence, Image or Audio, what it classifies.
+        kind: Sequence, Token, Image or Audio, what it classifies.
         config: of the base model.
     """
 
@@ -275,9 +275,7 @@ def open_model(place: str, asked: ModelRequest) -> AdaptedClassifier | AdaptedLa
         raise UsageError("\0model_arg\0: only adapters of language models and classifiers of texts take arguments")
     patterns = input_patterns(kind)
     inputs = folder if find_files_like(folder, patterns) else base
-    transform = (
-        read_pairs((folder, base), config, asked.arguments) if asked.arguments else inputs_of(inputs, kind, config)
-    )
+    transform = read_inputs((inputs, base), kind, config, asked.arguments)
     return AdaptedClassifier(
         folder,
         base,
@@ -333,13 +331,13 @@ def _base_of(adapter: Mapping[str, Any], folder: Path, asked: ModelRequest) -> P
 
 
 def _kind(adapter: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> str:
-    """Return Sequence, Image or Audio. Raises DataError for other adapters."""
+    """Return Sequence, Token, Image or Audio. Raises DataError for other adapters."""
     mapping, task = adapter.get("auto_mapping"), adapter.get("task_type")
     made_by = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    kind = "Sequence" if task == "SEQ_CLS" else classifier_input_kind(made_by or architecture_of(config))
-    if kind is None or task not in ("SEQ_CLS", "FEATURE_EXTRACTION", None):
+    kind = _TASKS.get(str(task)) or classifier_input_kind(made_by or architecture_of(config))
+    if kind is None or task not in (*_TASKS, "FEATURE_EXTRACTION", None):
         what = f"for {made_by or architecture_of(config)}" + (f" for {task}" if task else "")
-        message = f"{quote_name(folder, limit=300)}: expected an adapter of a sequence, image or audio classifier, got one {what}"
+        message = f"{quote_name(folder, limit=300)}: expected an adapter of a sequence, token, image or audio classifier, got one {what}"
         raise DataError(message, code="not_a_classifier", path=folder / ADAPTER_CONFIG)
     return kind
 
