@@ -222,7 +222,7 @@ class OpenedRun:
         """Return features (N, D) of inputs (N, ...), with the network and preprocessing of the run.
 
         If the model has its own preprocessing, inputs are a list of N texts, PIL images, or audio clips: dicts of `array` (T,)
-        and `sampling_rate` in Hz.
+        and `sampling_rate` in Hz; or texts as lists of N words in all.
 
         Raises:
             DataError: the run has no network, it cannot take the inputs, or its code has changed.
@@ -252,7 +252,7 @@ class OpenedRun:
             x: features (N, D), or inputs. One example alone, without the axis N, is taken where its shape allows no other
                 reading. Real numbers in rows of D are features; an array of any other shape or type is inputs
                 (N, ...), such as images, and so is a list of texts, PIL images, or audio clips {"array": (T,), "sampling_rate":
-                Hz} if the model has its own preprocessing; a single text, image or clip is one example. If inputs are themselves rows of D real numbers, call
+                Hz} if the model has its own preprocessing, or of texts as lists of words, which are the examples; a single text, image or clip is one example. If inputs are themselves rows of D real numbers, call
                 run.predict(run.features(x)). A posterior over other layers takes inputs or the name of a split.
             posterior: name or file; by default what `auto` recommends, else laplace.
             integrator: by default plug-in for the network, mc for other posteriors.

@@ -785,7 +785,8 @@ def _check_features(features: Tensor, *, where: str, first_row: int) -> None:
         raise DataError(
             f"{where}: the input of the last layer has shape {tuple(features.shape)}, expected (N, D): one "
                 "vector per example",
-            code="bad_shape", hint="networks that classify every position or patch are not supported",
+            code="bad_shape", hint="networks that classify every position or patch are not supported, except the token classifiers "
+                "of \0model\0 hf:DIR",
         )  # fmt: skip
     if bool(torch.isfinite(features.sum())):
         return

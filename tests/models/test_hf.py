@@ -163,7 +163,7 @@ def test_half_precision_is_widened_and_a_checkpoint_fills_the_model(tmp_path: Pa
     [
         ({"problem_type": "regression"}, DataError, "a regression model"),
         ({"quantization_config": {"quant_method": "gptq"}}, DataError, r"are quantised \(gptq\), which is not supported"),
-        ({"architectures": ["ViTModel"]}, DataError, "the model is 'ViTModel', expected a sequence, image or audio"),
+        ({"architectures": ["ViTModel"]}, DataError, "the model is 'ViTModel', expected a sequence, token, image or audio"),
         ({"architectures": None}, DataError, "config.json names no architecture"),
         ({"id2label": {"0": "a", "2": "b"}}, DataError, "id2label are not 0 to 1"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}, Untrusted, "code in the folder.*which bnncli never runs"),
