@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from problems.command_line import Cli
-from problems.hf_folders import TAGS, TOKEN_MODELS, token_folder
+from problems.hf_folders import TAGS, TOKEN_MODELS, token_folder, tokenizer
 from problems.optional_libraries import library
 
 import bnncli
@@ -244,3 +244,19 @@ def test_a_token_classifier_is_identified(tmp_path: Path, cli: Cli) -> None:
     assert f"jsonl:{data}:words=tokens,label=ner_tags" in cli("inspect", data).expect(0).stdout
     data.with_suffix(".conllu").write_text("")
     assert "train=conll:" in cli("inspect", data.with_suffix(".conllu")).expect(0).stdout
+
+
+def test_a_tokenizer_may_give_token_types(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    folder = token_folder(tmp_path / "model", "Bert")
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    own = tokenizer("Bert", model_max_length=12, model_input_names=names)
+    special = [("[CLS]", own.cls_token_id), ("[SEP]", own.sep_token_id)]
+    own.backend_tokenizer.post_processor = TemplateProcessing(single="[CLS]:1 $A [SEP]", special_tokens=special)
+    own.save_pretrained(folder)
+    plain = library_logits(token_folder(tmp_path / "plain"), TEXTS)
+    expected = library_logits(folder, TEXTS)
+    assert np.abs(plain - expected).max() > 1e-3
+    for is_inference in (False, True):
+        np.testing.assert_allclose(our_logits(folder, TEXTS, is_inference=is_inference), expected, atol=1e-5)
