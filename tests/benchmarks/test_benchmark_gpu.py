@@ -99,8 +99,13 @@ def test_a_step_that_dies_or_hangs_is_missed(run: Run, monkeypatch: pytest.Monke
     assert time.monotonic() - start < 20
 
 
+NIGHTLY = ("lenet-speed", "lbbnn", "wide", "imagenet", "network")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("step", ["smoke", "lenet-speed", "lbbnn", "wide", "imagenet", "network", "torchrun"])
+@pytest.mark.parametrize(
+    "step", ["smoke", "torchrun", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
+)
 def test_each_step_runs_on_the_pretend_device(run: Run, step: str) -> None:
     code, rows = run(step)
     assert (code, missed(rows)) == (0, [])
