@@ -345,7 +345,9 @@ def _mmc(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> 
         values = np.asarray(
             examples.confidence if part is None else examples.confidence[part.rows[0]], dtype=np.float32
         )
-        found = bootstrap.replicates(lambda weights: (weights @ values) / total_weights(weights), (ood, len(values)))
+        found = bootstrap.replicates(
+            lambda weights: (weights @ values) / total_weights(weights).astype(values.dtype), (ood, len(values))
+        )
         if part is not None:
             found = part.of_all(np.asarray(row["value"]), values.mean(dtype=np.float64), found)
         row |= bootstrap.describe(row["value"], found, splits=((ood, size),), bounds=(0.0, 1.0))

@@ -413,7 +413,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
     "something else": (lambda path: path.write_bytes(bytes(range(64))), "", 65, "has an unknown format; expected npz, npy, csv, Parquet"),
     "a folder": (lambda path: path.mkdir(), "", 66, "is a folder"),
     "no such array": (lambda path: np.savez(path, probs=PROBS, y=LABELS, n=np.array(["a"])), ":hmc", 65, "has no array 'hmc'; it has 'probs', 'y', 'n'"),
-    "another form": (lambda path: np.savez(path, probs=PROBS), ":colour=a", 2, "expected FILE[:probs=COLUMN,label=COLUMN]"),
+    "another form": (lambda path: np.savez(path, probs=PROBS), ":colour=a", 2, "expected FILE[:probs=COLUMN,label=COLUMN,group=COLUMN]"),
     "no known columns": (text("a,b,c", "0.2,0.3,0.5"), "", 65, "no columns of probabilities"),
     "no such column": (text("p_a,p_b", "0.2,0.8"), ":probs=p_a+p_c", 65, "has no column 'p_c'; it has 'p_a', 'p_b'"),
     "no number": (text("p_a,p_b", *["0.2,0.8"] * 3, "0.2,?"), ":probs=p_*", 65, "row 3, column 'p_b': expected a number, got '?'"),
