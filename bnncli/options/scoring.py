@@ -307,7 +307,7 @@ class EvaluateOptions(ShownScores):
     settings: dict[str, Any] = declare_option_group(declare_score_options)
     bootstrap: int = option(
         1000,
-        "Number of bootstrap replicates over examples, for standard errors and intervals. 0 turns both off.",
+        "Number of bootstrap replicates over examples, or groups of them, for standard errors and intervals. 0 turns both off.",
         minimum=0,
         group="Scores",
         is_rare=True,
@@ -377,7 +377,7 @@ class ScoreOptions(ShownScores):
     )
     groups: str | None = option(
         None,
-        "Column that holds group names. Adds a table with one row per group.",
+        "Column of subgroups. Adds a table with one row for each; rows that depend on each other are named by FILE:group=COLUMN.",
         metavar="[FILE:]COLUMN",
         group="Predictions",
     )
@@ -411,7 +411,7 @@ class ScoreOptions(ShownScores):
     settings: dict[str, Any] = declare_option_group(declare_prediction_score_options)
     bootstrap: int = option(
         1000,
-        "Number of bootstrap replicates over examples.",
+        "Number of bootstrap replicates over examples, or groups of them.",
         minimum=0,
         group="Scores",
         is_rare=True,

@@ -77,7 +77,7 @@ class CompareOptions(CheckedOptions):
     )
     bootstrap: int = option(
         1000,
-        "Number of bootstrap replicates over examples, used with a single checkpoint.",
+        "Number of bootstrap replicates over examples, or groups of them, used with a single checkpoint.",
         minimum=100,
         group="Tests",
         is_rare=True,
@@ -113,7 +113,7 @@ class CompareOptions(CheckedOptions):
 
 COMMAND = Command(
     "Compare the scores of posteriors, with standard errors and tests.",
-    "With one checkpoint, bootstraps over examples; with several (seeds of one experiment), tests over "
+    "With one checkpoint, bootstraps over examples, or groups of them; with several (seeds of one experiment), tests over "
     "checkpoints. Marks the best score in each column and those that are not significantly worse (family-wise "
     "--alpha per column). With --baseline, tests each posterior against the baseline (Holm).",
     (CompareOptions, InputOptions, WriteOptions, TrackOptions, *READ),
