@@ -55,6 +55,7 @@ from bnncli.evaluation.recommendation import (
     Quality,
     ScoredPredictive,
     detection_sentence,
+    independent_values,
     recommend,
     recommendation_sentence,
     score_predictive,
@@ -855,7 +856,7 @@ def _build_row(
 ) -> dict[str, Any]:
     gain = None
     if baseline is not None and scored is not baseline:
-        gap = baseline.losses - scored.losses
+        gap = independent_values(baseline.losses - scored.losses, scored.groups)
         gain = {
             "value": float(gap.mean()),
             "standard_error": float(gap.std(ddof=1) / len(gap) ** 0.5) if len(gap) > 1 else None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import NumericError, UsageError
+from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
 from bnncli.lazy import torch
 from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
@@ -141,7 +142,7 @@ def fit_factor(run: Run, val: Split, base_path: Path | None) -> FitOutput:
         raise NumericError(
             "the NLL on val is not finite", hint="the logits are not finite; find the damaged file with bnncli verify"
         )
-    metrics = _metrics(fit, base_path)
+    metrics = _metrics(fit, base_path, val.groups)
     if fit.temperature in (SMALLEST, LARGEST):
         why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the best one on val is outside that range")
         run.console.warn(f"the temperature {fit.temperature:g} is at the end of the search range: {why}")
@@ -151,21 +152,23 @@ def fit_factor(run: Run, val: Split, base_path: Path | None) -> FitOutput:
     return FitOutput(tensors, meta, metrics, val)
 
 
-def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:
+def _metrics(fit: TemperatureFit, base_path: Path | None, groups: RowGroups | None) -> dict[str, Any]:
     return {
         "temperature": fit.temperature,
         "temperature_at_bound": fit.temperature in (SMALLEST, LARGEST),
         "unbounded": fit.unbounded,
         "base": base_path.stem if base_path else None,
         "num_examples": len(fit.nll_after),
-        "val_nll_before": _mean(fit.nll_before),
-        "val_nll_after": _mean(fit.nll_after),
-        "val_nll_change": _mean(fit.nll_after - fit.nll_before),
+        "val_nll_before": _mean(fit.nll_before, groups),
+        "val_nll_after": _mean(fit.nll_after, groups),
+        "val_nll_change": _mean(fit.nll_after - fit.nll_before, groups),
     }
 
 
-def _mean(losses: Tensor) -> dict[str, float | None]:
-    """Return the mean of (N,) values and its standard error; None as the error of one example."""
+def _mean(losses: Tensor, groups: RowGroups | None) -> dict[str, float | None]:
+    """Return the mean of (N,) values and its standard error; None as the error of one example, or group."""
+    if groups is not None:
+        losses = torch.from_numpy(groups.linearized(losses.double().cpu().numpy()))
     error = float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else None
     return {"value": float(losses.mean()), "standard_error": error}
 

@@ -127,7 +127,7 @@ def loss_interval(
         groups: groups of dependent rows, whose sums are the independent ones.
     """
     differences = np.asarray(losses) - np.asarray(others)
-    found = mean_interval(_independent(differences, groups), level)
+    found = mean_interval(independent_values(differences, groups), level)
     if found is None:
         return None
     drawn = drawn or RelabelledDifferences.of(losses, others)
@@ -136,7 +136,7 @@ def loss_interval(
     return min(found[0], value - float(above)), max(found[1], value - float(below))
 
 
-def _independent(values: NDArray, groups: RowGroups | None) -> NDArray:
+def independent_values(values: NDArray, groups: RowGroups | None) -> NDArray:
     """Return values (N,) of independent rows, or one value per group with the same mean."""
     return values if groups is None else groups.linearized(values)
 
@@ -203,7 +203,7 @@ class ScoredPredictive:
 
 def mean_error(values: NDArray, groups: RowGroups | None = None) -> float | None:
     """Return the standard error of the mean of values (N,), of independent rows or groups; None for a single one."""
-    own = _independent(values, groups)
+    own = independent_values(values, groups)
     return float(own.std(ddof=1) / math.sqrt(len(own))) if len(own) > 1 else None
 
 
@@ -342,7 +342,7 @@ def worse_p_value(
         relabelled: the draws for both, if already computed.
         groups: groups of dependent rows, whose sums are the independent ones.
     """
-    found = p_value(_independent(np.asarray(losses) - np.asarray(reference), groups))
+    found = p_value(independent_values(np.asarray(losses) - np.asarray(reference), groups))
     if found is None or found > _LIKELY:
         return found
     relabelled = relabelled or RelabelledDifferences.of(losses, reference)
@@ -599,7 +599,7 @@ def accuracy_interval(
     """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(other, dtype=np.float64)
     if groups is not None or not np.isin(gaps, (-1.0, 0.0, 1.0)).all():
-        return mean_interval(_independent(gaps, groups), level)
+        return mean_interval(independent_values(gaps, groups), level)
     won, lost, size = int((gaps > 0).sum()), int((gaps < 0).sum()), len(gaps)
     if size == 0:
         return None

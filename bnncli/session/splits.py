@@ -210,18 +210,19 @@ def describe_shared_rows(folder: RunFolder, names: Collection[str] | None = None
             params = header.provenance.get("params", {})
             shifted |= {name} if {"rotate", "corrupt"} & {*params} else set()
             sources[name] = re.sub(r"@\d+$", "", str(header.provenance.get("source")))
-    found = []
+    groups, found = {name: read_groups(folder.features(name)) for name in sources}, []
     for first, second in combinations(sources, 2):
         is_copy = {first, second} & shifted and not {first, second} & FIT_SPLITS
         if is_copy:
             continue
-        if count := _count_shared_groups(folder, first, second, is_same_source=sources[first] == sources[second]):
+        is_same_source = sources[first] == sources[second]
+        if count := _count_shared(groups[first], groups[second], is_same_source=is_same_source):
             found.append(
                 f"splits {first!r} and {second!r} share {count} groups: scores on one depend on what was fitted or tuned "
                 "on the other"
             )
             continue
-        if sources[first] != sources[second]:
+        if not is_same_source:
             continue
         ids, others = (read_sample_ids(folder.features(name)) for name in (first, second))
         count = len(np.intersect1d(ids, others))
@@ -233,12 +234,11 @@ def describe_shared_rows(folder: RunFolder, names: Collection[str] | None = None
     return found
 
 
-def _count_shared_groups(folder: RunFolder, first: str, second: str, *, is_same_source: bool) -> int:
+def _count_shared(groups: np.ndarray | None, others: np.ndarray | None, *, is_same_source: bool) -> int:
     """Return the number of groups that two splits share: of one source all, else those identified by a name."""
-    groups = [read_groups(folder.features(name)) for name in (first, second)]
-    if groups[0] is None or groups[1] is None:
+    if groups is None or others is None:
         return 0
-    shared = np.intersect1d(groups[0], groups[1])
+    shared = np.intersect1d(groups, others)
     return len(shared) if is_same_source else int((shared < 0).sum())
 
 

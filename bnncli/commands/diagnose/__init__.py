@@ -31,6 +31,7 @@ from bnncli.evaluation.recommendation import (
     Predictive,
     ScoredPredictive,
     compare_losses,
+    independent_values,
     layer_gains,
     recommend,
     recommendation_sentence,
@@ -467,7 +468,8 @@ def _add_comparisons(
             ):
                 judged = replace(judged, reference=other, mmd2=pair["unbiased"], mmd_p=pair["p_value"])
         if one.losses is not None and lowest is not None:
-            excess = one.losses - lowest
+            groups = None if one.scored is None else one.scored.groups
+            excess = independent_values(one.losses - lowest, groups)
             error = float(np.std(excess, ddof=1) / len(excess) ** 0.5) if len(excess) > 1 else None
             one.entry["val_nll"] |= {
                 "excess": float(excess.mean()),

@@ -16,7 +16,7 @@ from bnncli.artifacts.samples import SampleFile
 from bnncli.errors import DataError
 from bnncli.evaluation.convergence import convergence, deciding_numbers
 from bnncli.evaluation.distances import ThinnedDraws, num_draws_to_compare, thin_draws
-from bnncli.evaluation.recommendation import ScoredPredictive, score_predictive
+from bnncli.evaluation.recommendation import ScoredPredictive, independent_values, score_predictive
 from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, PosteriorFacts, lowest_bfmi, reasons_against
 from bnncli.inference.elbo import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance, network_draws
 from bnncli.integrators import load_integrator
@@ -104,7 +104,7 @@ def diagnose(
     elif posterior.type in DENSITIES:
         entry |= _measure_importance(run, options, name, posterior, header, train)
     scored = _score_val(run, name, posterior, header, val, data)
-    entry["val_nll"] = _average_losses(None if scored is None else scored.losses)
+    entry["val_nll"] = _average_losses(None if scored is None else independent_values(scored.losses, scored.groups))
     draws = _draws(run, name, posterior, {**entry, **_read_effective_size(header)})
     known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
     known["fit_on"] = read_fitted_splits(header)
@@ -242,7 +242,7 @@ def _score_val(
 
 
 def _average_losses(losses: NDArray[np.float64] | None) -> dict[str, Any]:
-    """Return the mean of losses (N,) and its standard error."""
+    """Return the mean of independent losses (n,) and its standard error."""
     if losses is None:
         return make_undefined("no labelled val split")
     error = float(losses.std(ddof=1) / len(losses) ** 0.5) if len(losses) > 1 else None
