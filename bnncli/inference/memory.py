@@ -337,11 +337,16 @@ def input_bytes(layout: ModuleLayout, num_inputs: int) -> int:
     return (4 * layout.num_features + 8) * num_inputs
 
 
-def network_bytes(layout: ModuleLayout, num_inputs: int) -> int:
-    """Return the bytes of inputs, labels and the vectors that any work over a network holds, and of its other weights."""
+def network_bytes(layout: ModuleLayout, num_inputs: int, *, is_exact: bool = False) -> int:
+    """Return the bytes of inputs, labels and the vectors that any work over a network holds, and of other weights in float64.
+
+    Args:
+        is_exact: whether the work takes values in float64, besides the checks.
+    """
     assert layout.network is not None
+    is_copied = is_exact or layout.network.check_dtype == torch.float64
     num_frozen = sum(value.numel() for value in layout.network.module.parameters()) - layout.num_params
-    return input_bytes(layout, num_inputs) + 8 * (num_frozen + _NETWORK_VECTORS * layout.num_params)
+    return input_bytes(layout, num_inputs) + 8 * (is_copied * num_frozen + _NETWORK_VECTORS * layout.num_params)
 
 
 MOST_FULL = 2000  # parameters up to which full is chosen automatically for a network: its factors take seconds
@@ -377,7 +382,7 @@ class NetworkPlan:
         from bnncli.structures.logit_gaussian import is_by_layer
 
         layout, elements = self.layout, self._elements(structure)
-        held = network_bytes(layout, self.num_examples + self.num_held)
+        held = network_bytes(layout, self.num_examples + self.num_held, is_exact=self.is_climb)
         covariance = round(8 * _copies(structure, layout) * elements)
         if held + covariance > budget(device):
             return held + covariance  # too much even before anything is measured

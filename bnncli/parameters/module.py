@@ -72,6 +72,7 @@ def _embed(module: nn.Embedding, indices: Tensor) -> Tensor:
     return torch.nn.functional.embedding(indices, module.weight, max_norm=module.max_norm, norm_type=module.norm_type)
 
 
+MOST_EXACT = 2**28  # parameters of a module that is copied to float64 for checks: 2 GiB
 _PAIRS = 256  # pairs of draw and example that convolutions process at once on a CPU: thousands exceed its caches
 
 
@@ -148,6 +149,12 @@ class ModuleNetwork:
             return {**state, **found}
         state.update(found)
         return state
+
+    @cached_property
+    def check_dtype(self) -> torch.dtype:
+        """Precision in which derivatives are checked: float64, or float32 for a module too large to copy."""
+        count = sum(value.numel() for value in self.module.parameters())
+        return torch.float64 if count <= MOST_EXACT else torch.float32
 
     @cached_property
     def _every(self) -> dict[str, Tensor]:

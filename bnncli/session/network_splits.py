@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32  # examples per pass when comparing logits
 TOLERANCE = 1e-3  # of logits, relative to 1 + the largest: covers other block sizes and torch releases
-_SAME = 1e-6  # of derivatives by both modes in float64, relative to the sum of terms
+_SAME = {"float64": 1e-6, "float32": 1e-3}  # of derivatives by both modes, relative to the sum of terms
 _STEP = 1e-4  # step for parameters that seem to have no derivatives
 AUTOCAST_TOLERANCE = 0.1  # for features extracted in lower precision; the network here computes in float32
 
@@ -79,13 +79,15 @@ def check_logits(layout: ModuleLayout, inputs: Tensor, stored: NDArray, *, name:
 
 
 def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
-    """Check that logits of inputs (n, D) depend on theta, and that both modes of torch.func agree in float64.
+    """Check that logits of inputs (n, D) depend on theta, and that both modes of torch.func agree.
 
     Raises:
         DataError: they do not; a part of the network has no derivative or no vmap rule; or a parameter changes logits that
             have no derivative with respect to it, for example because outputs are detached.
     """
-    theta = layout.trained()
+    assert layout.network is not None
+    theta = layout.trained().to(layout.network.check_dtype)
+    same = _SAME[str(theta.dtype)[6:]]
     inputs = inputs.to(theta.device)
     numbers = torch.arange(1, len(theta) + 1, dtype=theta.dtype, device=theta.device)
     direction = numbers.sin()  # a direction that no symmetry of the network cancels
@@ -111,7 +113,7 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     except Exception as error:  # the network is foreign code and may raise anything
         why = " ".join(str(error).split())[:160]
         raise _refusal_error(f"it cannot be differentiated by torch.func ({type(error).__name__}: {why})") from error
-    if not bool((back - forth.sum()).abs() <= _SAME * forth.abs().sum() + _SAME):
+    if not bool((back - forth.sum()).abs() <= same * forth.abs().sum() + same):
         raise _refusal_error("its forward and backward derivatives differ: part of it changes only the gradients")
     if torch.equal(both[0], both[1]):
         raise _refusal_error("its logits do not depend on these parameters")
@@ -124,7 +126,7 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         moved[part.place] += _STEP * direction[part.place]
     with torch.no_grad():
         change = (of_all(moved) - outputs).abs().max() if still else outputs.new_zeros(())
-    if change > _SAME * _STEP * (1 + outputs.abs().max()):
+    if change > same * _STEP * (1 + outputs.abs().max()):
         names = format_names(part.name for part in still)
         raise _refusal_error(
             f"changing {names} changes the network's logits, but their derivative is zero: part of the network "

@@ -94,7 +94,7 @@ class Columns:
 
 
 _PROBES = 2  # examples used for the check
-_TOLERANCE = 1e-6  # in float64, relative to the largest gradient
+_TOLERANCE = {"float64": 1e-6, "float32": 1e-3}  # by precision, relative to the largest gradient
 
 
 class Use(Protocol):
@@ -193,8 +193,9 @@ def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool)
 
 def find_checked(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces whose gradients at theta (P,), for the first of inputs (n, ...), agree with autograd."""
-    inputs, theta = inputs[:_PROBES], theta.detach().double()
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    dtype = torch.float64 if layout.network is None else layout.network.check_dtype
+    inputs, theta = inputs[:_PROBES], theta.detach().to(dtype)
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     logits, noted = forward(layout, theta, inputs, pieces)
     noted = {name: of for name, of in noted.items() if of and all(use.num_examples == len(inputs) for use, _ in of)}
     if not noted:
@@ -213,7 +214,7 @@ def _is_gradient(pairs: list[tuple[Any, Tensor]], true: Tensor) -> bool:
     if not pairs:
         return False
     found = torch.stack([use.per_example(gradient) for use, gradient in pairs]).sum(dim=0)
-    return bool((found - true).abs().max() <= _TOLERANCE * true.abs().max())
+    return bool((found - true).abs().max() <= _TOLERANCE[str(true.dtype)[6:]] * true.abs().max())
 
 
 def _noting(of: list[tuple[Any, Any]], piece: Piece) -> Callable[..., None]:
