@@ -1,4 +1,4 @@
-"""`conll:FILE[:words=COL,label=COL]`: one word and its tags per line, an empty line between texts; may be gzipped."""
+"""`conll:FILE[:label=COL]`: one word and its tags per line, an empty line between texts; may be gzipped."""
 
 from __future__ import annotations
 
