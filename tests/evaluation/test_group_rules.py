@@ -169,6 +169,7 @@ def test_a_low_risk_is_shown_by_group() -> None:
     assert rule.num_wrong == int((~is_right).sum()) or rule.num_wrong < rule.num_accepted * 0.1
 
 
+@pytest.mark.long
 def test_costs_by_group_are_in_the_interval_as_often_as_is_said_and_by_row_not() -> None:
     generator, held = np.random.default_rng(6), {"rows": 0, "groups": 0}
     for _ in range(TRIALS):
