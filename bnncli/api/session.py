@@ -19,6 +19,7 @@ import numpy as np
 
 from bnncli.artifacts.known_files import State, remember_checks, state_of
 from bnncli.artifacts.run_folder import MAX_NAME_BYTES, RunFolder
+from bnncli.data.columns import PAIRS
 from bnncli.data.sound import convert_clip, is_clip
 from bnncli.data.transform import Word
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError, machine_error
@@ -206,7 +207,7 @@ class Items:
     """Texts, words, PIL images or audio clips for a model with its own preprocessing, as a data set without labels.
 
     Attributes:
-        items: texts, words, images or audio.
+        items: texts, words, pairs, images or audio.
     """
 
     given: list[Any]
@@ -229,7 +230,7 @@ class Items:
 
 
 def convert_to_items(x: Any) -> Items | None:
-    """Return the caller's texts, images or audio, or a single one, or the words of texts; None for anything else.
+    """Return the caller's texts, pairs of texts, images or audio, or a single one, or the words of texts; None for anything else.
 
     Raises:
         DataError: a clip's array is not a waveform.
@@ -239,7 +240,8 @@ def convert_to_items(x: Any) -> Items | None:
     def is_of(kind: type) -> Callable[[object], bool]:
         return lambda one: isinstance(one, kind)
 
-    for is_one, what in ((is_of(str), "texts"), (is_of(Image.Image), "images"), (is_clip, "audio")):
+    kinds = ((is_of(str), "texts"), (_is_pair, PAIRS), (is_of(Image.Image), "images"), (is_clip, "audio"))
+    for is_one, what in kinds:
         given = (
             [x]
             if is_one(x)
@@ -259,6 +261,16 @@ def convert_to_items(x: Any) -> Items | None:
         if all(isinstance(word, str) and word for text in texts for word in text) and any(texts):
             return Items([Word(text, place) for text in texts for place in range(len(text))], "words")
     return None
+
+
+def _is_said(one: object) -> bool:
+    """Return whether it is a text or a list of chat messages."""
+    return isinstance(one, str) or (isinstance(one, list) and all(isinstance(message, dict) for message in one))
+
+
+def _is_pair(one: object) -> bool:
+    """Return whether it is two texts or chats, or a prompt and two answers."""
+    return isinstance(one, tuple) and len(one) in (2, 3) and all(map(_is_said, one))
 
 
 def is_features(tensor: Tensor, num_features: int) -> bool:

@@ -26,7 +26,15 @@ from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.models import features as features_module
 from bnncli.models.build import load_network
 from bnncli.models.checkpoints import load_checkpoint
-from bnncli.models.features import FeatureComputation, PrecisionLoss, check_repeats, collect, extract, track_batches
+from bnncli.models.features import (
+    FeatureComputation,
+    PrecisionLoss,
+    check_repeats,
+    collect,
+    extract,
+    padding_effect,
+    track_batches,
+)
 from bnncli.models.head import Head, find_logits_before, head_of, prove_head, record_link_inputs
 from bnncli.models.head_search import find_head
 from bnncli.parameters.tensor_bytes import peak_bytes
@@ -761,3 +769,16 @@ def test_what_padding_changes_is_measured_on_the_most_padded_text(
     assert (found.padding > features_module.MUCH) == is_much
     whole = collect(extract(model, head, named_split.take(np.array([3])), batch_size=1), 1)
     assert whole.padding is None  # there is nothing to pad
+
+
+@pytest.mark.parametrize(("counts_padding", "expected"), [(False, 0.0), (True, 0.5)])
+def test_padding_is_noticed_also_for_pairs_of_texts(*, counts_padding: bool, expected: float) -> None:
+    ids = torch.tensor([[[5, 6, 7, 8], [1, 2, 3, 4]], [[5, 6, 0, 0], [7, 0, 0, 0]]])
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+    def mean(given: Any) -> tuple[Tensor, Tensor]:
+        mask = torch.ones_like(given["attention_mask"]) if counts_padding else given["attention_mask"]
+        found = given["input_ids"].float().sum(dim=2) / mask.sum(dim=2)
+        return found, found
+
+    assert padding_effect(mean, inputs, mean(inputs)[0]) == pytest.approx(expected)

@@ -14,6 +14,7 @@ from problems.hf_folders import DECODERS, TEXT_MODELS, tokenizer
 from problems.optional_libraries import library
 from scipy import optimize
 
+import bnncli
 from bnncli.artifacts.features import FeatureFile, read_features
 from bnncli.models import ModelRequest, open_model
 from bnncli.session.inputs import open_posterior
@@ -145,6 +146,8 @@ def test_the_pipeline_is_antisymmetric_and_its_mode_is_that_of_a_logistic_regres
     forward, backward = probability_of_second("ab", "chosen+rejected"), probability_of_second("ba", "rejected+chosen")
     assert forward.std() > 1e-3
     np.testing.assert_allclose(forward, 1 - backward, atol=1e-6)
+    in_python = bnncli.open(run).predict(many(60), posterior="laplace").probs[:, 1]
+    np.testing.assert_allclose(np.asarray(in_python), forward, atol=1e-6)
     train = read_features(tmp_path / "run.bnn/features/train.h5")
     sign = np.where(np.asarray(train.labels) == 1, 1, -1)
 
