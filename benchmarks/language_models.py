@@ -1,28 +1,39 @@
-"""A small language model that answers closed questions of a known Bayes rate: its posteriors beside one temperature and an ensemble.
+"""Small language models: their posteriors beside one temperature, MC dropout and ensembles.
 
-The prompts are random sequences of words; the answer, one of four letters, is drawn from a softmax of the words' hidden scores, so the
-best possible NLL is known. Three models (2 layers of Llama's architecture, random start) are trained on the same few prompts by Adam
-until they have memorised them. Half of the words of the unusual prompts never occur in training.
+Task `questions`: closed questions of a known Bayes rate. The prompts are random sequences of words; the answer, one of four letters, is
+drawn from a softmax of the words' hidden scores, so the best possible NLL is known. Three models (2 layers of Llama's architecture, random
+start) are trained on the same few prompts by Adam until they have memorised them. Half of the words of the unusual prompts never occur in
+training. Then three LoRA adapters are trained on these prompts; their frozen base learned from many prompts of other questions.
 
-    python benchmarks/language_models.py --out language-models.json
+Task `docstrings`: real texts, the first paragraphs of the docstrings in installed packages (torch, numpy, scipy, scikit-learn and Python's own
+library), and the question which package one comes from. A BERT of 2 layers learns to fill in masked words, and three LoRA adapters learn from
+1,000 labelled texts. No file is in two splits. The unusual texts come from sympy and networkx.
+
+    python benchmarks/language_models.py --task docstrings --out docstrings.json
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import json
 import shlex
+import sysconfig
 import tempfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import peft
 import torch
 import transformers
 from numpy.typing import NDArray
-from scipy import optimize
-from tokenizers import Tokenizer, models, pre_tokenizers
+from scipy import optimize, stats
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor
 
 from bnncli.artifacts.files import read_metrics
 from bnncli.artifacts.predictions import read_predictions
@@ -98,10 +109,14 @@ def measure(folder: Path, num_train: int, epochs: int) -> dict[str, Any]:
         write_questions(folder / f"{name}.jsonl", words, answers)
     words, answers, probs = made["test"]
     others = generator.integers(NUM_USUAL, len(WORDS), size=words.shape)
-    write_questions(folder / "unusual.jsonl", np.where(generator.random(words.shape) < 0.5, others, words), answers)
     bayes = float(-np.log(probs[np.arange(len(answers)), answers]).mean())
     data = " ".join(f"--data {name}=jsonl:{folder / name}.jsonl:text=prompt,label=answer" for name in made)
     ood = f"--ood unusual=jsonl:{folder / 'unusual'}.jsonl:text=prompt,label="
+    shifted = np.where(generator.random(words.shape) < 0.5, others, words)
+    write_questions(folder / "unusual.jsonl", shifted, answers)
+    made["unusual"] = shifted, answers, probs
+    task = adapt_to_questions(folder, made, f"{data} {ood}", generator)
+    adapters = compare_adapters(folder, task, epochs=2 * epochs)
     runs = [folder / f"quiz-{seed}" for seed in range(3)]
     for seed, one in enumerate(runs):
         train_model(folder / f"model-{seed}", *made["train"][:2], epochs=epochs, seed=seed)
@@ -113,7 +128,7 @@ def measure(folder: Path, num_train: int, epochs: int) -> dict[str, Any]:
         run(f"{line} {first}")
     run(f"predict {first}")
     run(f"evaluate {first} --split test --bootstrap 0")
-    found: dict[str, Any] = {"bayes_nll": bayes, "posteriors": {}}
+    found: dict[str, Any] = {"bayes_nll": bayes, "posteriors": {}, "adapters": adapters}
     for path in sorted((folder / "quiz-0.bnn" / "metrics").glob("*.json")):
         for row in read_metrics(path).meta["rows"]:
             if row["split"] == "test":
@@ -156,17 +171,272 @@ def average_networks(runs: list[Path]) -> dict[str, dict[str, float]]:
     }
 
 
+class Adapters(NamedTuple):
+    """A task for LoRA adapters on a frozen base.
+
+    Attributes:
+        base: its folder.
+        load: loads it for training.
+        logits: runs a network on inputs, (n, classes).
+        inputs: of train, test and unusual.
+        targets: of train and test.
+        words: of extract-features, besides model and base.
+    """
+
+    base: Path
+    kind: str
+    targeted: list[str]
+    load: Callable[[], Any]
+    logits: Callable[[Any, dict[str, Tensor]], Tensor]
+    inputs: dict[str, dict[str, Tensor]]
+    targets: dict[str, Tensor]
+    words: str
+
+
+def _rows(inputs: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    """Return some examples, without columns that are padding in all of them."""
+    own = {name: value[rows] for name, value in inputs.items()}
+    longest = int(own["attention_mask"].sum(dim=1).max())
+    return {name: value[:, :longest] for name, value in own.items()}
+
+
+def train_adapter(task: Adapters, folder: Path, *, epochs: int, seed: int) -> Any:
+    """Train a LoRA adapter, save it, and return the network with it."""
+    torch.manual_seed(seed)
+    settings = peft.LoraConfig(task_type=task.kind, r=8, lora_alpha=16, lora_dropout=0.1, target_modules=task.targeted)
+    network = peft.get_peft_model(task.load(), settings).train()
+    inputs, targets = task.inputs["train"], task.targets["train"]
+    optimizer = torch.optim.AdamW(
+        [one for one in network.parameters() if one.requires_grad], lr=2e-3, weight_decay=0.01
+    )
+    for _ in range(epochs):
+        for rows in torch.randperm(len(targets)).split(64):
+            loss = torch.nn.functional.cross_entropy(task.logits(network, _rows(inputs, rows)), targets[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    network.save_pretrained(folder)
+    return network
+
+
+def drop_out(task: Adapters, network: Any, split: str, *, passes: int = 30) -> NDArray:
+    """Return mean probabilities (N, classes) of passes with dropout."""
+    torch.manual_seed(0)
+    network.train()
+    count = len(task.inputs[split]["input_ids"])
+    with torch.no_grad():
+        parts = [
+            torch.stack([task.logits(network, some).softmax(dim=1) for _ in range(passes)]).mean(dim=0)
+            for some in (_rows(task.inputs[split], rows) for rows in torch.arange(count).split(256))
+        ]
+    return np.asarray(torch.cat(parts).double().numpy())
+
+
+def score(test: NDArray, labels: NDArray, unusual: NDArray) -> dict[str, float]:
+    """Return NLL, ECE (15 bins), accuracy, and how well the entropy finds unusual examples."""
+    confidence, is_right = test.max(axis=1), test.argmax(axis=1) == labels
+    bins = np.minimum((confidence * 15).astype(int), 14)
+    gaps = [abs((confidence - is_right)[bins == one].sum()) for one in range(15)]
+    entropies = [-(probs * np.log(probs.clip(1e-12))).sum(axis=1) for probs in (unusual, test)]
+    larger = stats.mannwhitneyu(*entropies).statistic / (len(unusual) * len(test))
+    return {
+        "nll": float(-np.log(test[np.arange(len(labels)), labels].clip(1e-12)).mean()),
+        "ece": float(sum(gaps) / len(labels)),
+        "accuracy": float(is_right.mean()),
+        "auroc": float(larger),
+    }
+
+
+def compare_adapters(folder: Path, task: Adapters, *, epochs: int) -> dict[str, dict[str, float]]:
+    """Train three adapters; return the scores of each way to get probabilities from one, and from all."""
+    runs = [folder / f"adapter-run-{seed}" for seed in range(3)]
+    networks = [train_adapter(task, folder / f"adapter-{seed}", epochs=epochs, seed=seed) for seed in range(len(runs))]
+    for seed, one in enumerate(runs):
+        run(f"extract-features {one} --model peft:{folder / f'adapter-{seed}'} --base-model {task.base} {task.words}")
+        run(f"fit-temperature {one}")
+    first = runs[0]
+    run(f"fit-laplace {first}")
+    run(f"fit-laplace {first} --layers '*lora_*' --structure kron --name lora")
+    for one in runs:
+        run(f"predict {one}")
+
+    def read(one: Path, name: str, split: str) -> NDArray:
+        (place,) = Path(f"{one}.bnn").glob(f"predictions/{name}.*/{split}.h5")
+        return np.asarray(read_predictions(place).probs, np.float64)
+
+    def mean(name: str) -> list[NDArray]:
+        return [np.mean([read(one, name, split) for one in runs], axis=0) for split in ("test", "unusual")]
+
+    labels = task.targets["test"].numpy()
+    named = {"network": "map", "one temperature": "temperature", "Laplace": "laplace", "Laplace-LoRA": "lora"}
+    found = {name: [read(first, own, split) for split in ("test", "unusual")] for name, own in named.items()}
+    found["MC dropout"] = [drop_out(task, networks[0], split) for split in ("test", "unusual")]
+    found["three adapters"], found["three adapters at a temperature each"] = mean("map"), mean("temperature")
+    return {name: score(test, labels, unusual) for name, (test, unusual) in found.items()}
+
+
+def adapt_to_questions(
+    folder: Path, made: dict[str, tuple[NDArray, ...]], words: str, generator: np.random.Generator
+) -> Adapters:
+    """Return the closed questions as a task for adapters; the base learned from 20,000 prompts of other questions."""
+    scores = 0.7 * generator.normal(size=(len(WORDS), len(LETTERS)))
+    base = folder / "base"
+    train_model(base, *make_questions(20_000, scores, generator)[:2], epochs=5, seed=0)
+    answers = list(range(len(SPECIAL), len(SPECIAL) + len(LETTERS)))
+
+    def tokens(rows: NDArray) -> dict[str, Tensor]:
+        ids = torch.from_numpy(rows + len(SPECIAL) + len(LETTERS))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    return Adapters(
+        base, "CAUSAL_LM", ["q_proj", "v_proj", "up_proj", "down_proj"],
+        load=lambda: transformers.LlamaForCausalLM.from_pretrained(base),
+        logits=lambda network, inputs: network(**inputs).logits[:, -1, answers],
+        inputs={name: tokens(rows) for name, (rows, *_) in made.items()},
+        targets={name: torch.from_numpy(one[1]) for name, one in made.items()},
+        words=f"--model-arg answers={','.join(LETTERS)} {words}",
+    )  # fmt: skip
+
+
+PACKAGES = ("numpy", "python", "scipy", "sklearn", "torch")
+OTHERS = ("networkx", "sympy")
+_SKIPPED = {"site-packages", "test", "tests", "testing", "idlelib"}
+_SPLITS = {"train": 200, "val": 100, "test": 400}  # labelled texts of each package
+
+
+def read_docstrings(package: str, count: int, generator: np.random.Generator) -> list[list[str]]:
+    """Return the first paragraphs of 5 to 60 words of a package's docstrings by file, at least count texts, each once."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    if package != "python":
+        spec = find_spec(package)
+        assert spec is not None, package
+        folder = Path(str(spec.origin)).parent
+    found: list[list[str]] = []
+    known: set[str] = set()
+    files = [one for one in sorted(folder.rglob("*.py")) if not _SKIPPED & {*one.relative_to(folder).parts}]
+    for file in (files[place] for place in generator.permutation(len(files))):
+        if len(known) >= count:
+            break
+        texts = []
+        try:
+            nodes = [*ast.walk(ast.parse(file.read_text(errors="ignore")))]
+        except (SyntaxError, ValueError):
+            continue
+        for node in nodes:
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
+            first = " ".join((text or "").partition("\n\n")[0].split())
+            if 5 <= len(first.split()) <= 60 and first not in known:
+                known.add(first)
+                texts.append(first)
+        found.append(texts)
+    return found
+
+
+def split_docstrings(generator: np.random.Generator) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
+    """Return texts and packages by split, with whole files in each, and all texts of the files of train."""
+    splits: dict[str, list[tuple[str, str]]] = {name: [] for name in _SPLITS}
+    every: list[str] = []
+    for package in PACKAGES:
+        files = iter(read_docstrings(package, 3000, generator))
+        for name, count in reversed(_SPLITS.items()):
+            texts: list[str] = []
+            for some in files:
+                texts += some
+                if len(texts) >= count and name != "train":
+                    break
+            every += texts if name == "train" else []
+            chosen = generator.permutation(len(texts))[:count]
+            splits[name] += [(texts[place], package) for place in chosen]
+    splits["unusual"] = [
+        (text, "") for package in OTHERS for file in read_docstrings(package, 1000, generator) for text in file
+    ]
+    return splits, every
+
+
+def make_tokenizer(texts: Sequence[str]) -> Any:
+    """Return a tokenizer of 4,000 pieces of words."""
+    own = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    own.normalizer, own.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    own.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=4000, special_tokens=names))
+    own.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    special = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), names, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, model_max_length=64, **special)
+
+
+def fill_in_words(texts: Sequence[str], tokenizer: Any, *, epochs: int) -> Any:
+    """Return a BERT of 2 layers that was trained to fill in 15% of the tokens."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
+        max_position_embeddings=64, num_labels=len(PACKAGES), id2label=dict(enumerate(PACKAGES)),
+    )  # fmt: skip
+    network = transformers.BertForMaskedLM(config).train()
+    inputs = dict(tokenizer([*texts], truncation=True, padding=True, return_tensors="pt"))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
+    batches = inputs["attention_mask"].sum(dim=1).argsort().split(64)  # of texts of about the same length
+    for _ in range(epochs):
+        for place in torch.randperm(len(batches)).tolist():
+            rows = batches[place]
+            some = _rows(inputs, rows)
+            is_masked = (some["input_ids"] > 4) & (torch.rand(some["input_ids"].shape) < 0.15)
+            hidden = network.bert(
+                **{**some, "input_ids": some["input_ids"].masked_fill(is_masked, 4)}
+            ).last_hidden_state
+            loss = torch.nn.functional.cross_entropy(network.cls(hidden[is_masked]), some["input_ids"][is_masked])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return network
+
+
+def measure_docstrings(folder: Path, epochs: int) -> dict[str, Any]:
+    """Train base and adapters on docstrings; return the scores by method."""
+    splits, every = split_docstrings(np.random.default_rng(0))
+    tokenizer = make_tokenizer(every)
+    base = folder / "base"
+    fill_in_words(every, tokenizer, epochs=3).save_pretrained(folder / "filled")
+    torch.manual_seed(0)
+    transformers.BertForSequenceClassification.from_pretrained(folder / "filled").save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    for name, rows in splits.items():
+        lines = (json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    words = " ".join(f"--data {name}=jsonl:{folder / name}.jsonl:text=text,label=label" for name in _SPLITS)
+
+    def tokens(name: str) -> dict[str, Tensor]:
+        texts = [text for text, _ in splits[name]]
+        return dict(tokenizer(texts, truncation=True, padding=True, return_tensors="pt"))
+
+    task = Adapters(
+        base, "SEQ_CLS", ["query", "value", "dense"],
+        load=lambda: transformers.BertForSequenceClassification.from_pretrained(base),
+        logits=lambda network, inputs: network(**inputs).logits,
+        inputs={name: tokens(name) for name in ("train", "test", "unusual")},
+        targets={name: torch.tensor([PACKAGES.index(one) for _, one in splits[name]]) for name in ("train", "test")},
+        words=f"{words} --ood unusual=jsonl:{folder / 'unusual'}.jsonl:text=text,label=",
+    )  # fmt: skip
+    return {"num_texts": len(every), "adapters": compare_adapters(folder, task, epochs=epochs)}
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--train", type=int, default=1000, help="prompts to train on")
+    parser.add_argument("--task", choices=("questions", "docstrings"), default="questions")
+    parser.add_argument("--train", type=int, default=1000, help="prompts of questions to train on")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), arguments.train, arguments.epochs)
-    print(f"best possible NLL {found['bayes_nll']:.4f}")
-    for name, scores in found["posteriors"].items():
+        if arguments.task == "questions":
+            found = measure(Path(folder), arguments.train, arguments.epochs)
+            print(f"best possible NLL {found['bayes_nll']:.4f}")
+        else:
+            found = measure_docstrings(Path(folder), arguments.epochs)
+            print(f"base trained on {found['num_texts']:,} texts")
+    for name, scores in {**found.get("posteriors", {}), **found["adapters"]}.items():
         shown = " ".join(
             f"{key} {scores[key]:.4f}" for key in ("nll", "ece", "accuracy", "auroc") if scores.get(key) is not None
         )
