@@ -84,19 +84,36 @@ _FEW = 2  # examples to measure on
 
 
 class FeatureComputation:
-    """Computes features (n, D) and output of a batch like `read`, in parts that fit into memory.
+    """Computes features (n, D) and output of a batch like `read`: texts of similar lengths together, in parts that fit into memory.
 
     Args:
         read: one forward pass; its outputs have one row per example.
         device: device of the computation.
+        is_padded: whether the inputs are texts that were padded to the longest of a batch.
     """
 
-    def __init__(self, read: Read, device: torch.device) -> None:
-        self.read, self.device = read, device
+    def __init__(self, read: Read, device: torch.device, *, is_padded: bool = False) -> None:
+        self.read, self.device, self.is_padded = read, device, is_padded
         self._bytes: dict[tuple[torch.Size, ...], int] = {}
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return features and output for inputs (n, ...), or a dictionary of them."""
+        if not self.is_padded or not isinstance(inputs, Mapping):
+            return self._in_parts(inputs)
+        groups = _groups_of_texts(inputs, self.device)
+        if len(groups) < 2:
+            return self._in_parts(inputs)
+        parts = []
+        for rows in groups:
+            parts.append(self._in_parts(_trimmed(inputs, rows)))
+            if parts[0][0].ndim != 2:  # no features: the caller's check reports it
+                return self._in_parts(inputs)
+        back = torch.cat(groups).argsort()
+        with torch.inference_mode():
+            features, output = (torch.cat(found)[back] for found in zip(*parts, strict=True))
+        return features, output
+
+    def _in_parts(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         count = len(next(iter(_tensors(inputs))))
         size = self._at_once(inputs, count)
         if count <= size:
@@ -145,6 +162,39 @@ def _part_rows(inputs: Inputs, start: int, stop: int) -> Inputs:
 
 
 MASK = "attention_mask"  # the usual name of the input that marks a text's own positions
+_SIMILAR = 1.25  # lengths of texts that are computed together
+_FEWEST_TEXTS = {"cpu": 8}  # that are computed together; more on a GPU
+_PAYS = 0.8  # of the positions of a batch: above it, its texts stay together
+
+
+def _groups_of_texts(inputs: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+    """Return the rows of texts of similar lengths, group by group; none if dividing the batch saves little."""
+    mask = inputs.get(MASK)
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or len(mask) < 2:
+        return []
+    lengths, order = mask.sum(dim=1).sort(stable=True)
+    sizes, begin, fewest = lengths.tolist(), 0, _FEWEST_TEXTS.get(device.type, 32)
+    bounds = []
+    for place, size in enumerate(sizes):
+        if place - begin >= fewest and size > _SIMILAR * max(1, sizes[begin]) and len(sizes) - place >= fewest:
+            bounds.append((begin, place))
+            begin = place
+    bounds.append((begin, len(sizes)))
+    taken = sum((stop - start) * sizes[stop - 1] for start, stop in bounds)
+    if taken > _PAYS * mask.numel():
+        return []
+    return [order[start:stop] for start, stop in bounds]
+
+
+def _trimmed(inputs: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    """Return the inputs of some rows (m,), without positions that are padding in all of them."""
+    mask = inputs[MASK]
+    used = mask[rows].any(dim=0)
+    return {
+        name: value[rows][:, used] if value.shape[:2] == mask.shape else value[rows] for name, value in inputs.items()
+    }
+
+
 MUCH = 1e-3  # of the largest feature; rounding is smaller
 # values of clips in one pass, a minute at 16 kHz: the first layers expand them to hundreds of channels
 AT_ONCE = 1 << 20
@@ -564,7 +614,12 @@ def extract(
     model = move_network(model, device).eval()
     where = f"split {split.name or split.spec}"
     one_pass = _reader(model, head)
-    read = FeatureComputation(one_pass if has_float64(device) else _pass_on(device, one_pass), device)
+    transform = split.preprocess.transform
+    read = FeatureComputation(
+        one_pass if has_float64(device) else _pass_on(device, one_pass),
+        device,
+        is_padded=transform is not None and transform.takes in ("texts", "words"),
+    )
     passes = _Passes(read, model, head, device, autocast, where, num_checked)
     if first_row == len(split):
         return

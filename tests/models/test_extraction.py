@@ -491,6 +491,41 @@ def test_parts_give_what_the_batch_gives_with_bounded_activations(
     assert read.sizes == sizes  # measured once
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_of_similar_lengths_are_computed_together(side: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.cat(
+        [torch.randint(2, 9, (40,), generator=generator), torch.randint(90, 101, (24,), generator=generator)]
+    )
+    lengths = lengths[torch.randperm(64, generator=generator)]
+    places = torch.arange(100) if side == "right" else torch.arange(99, -1, -1)
+    mask = (places < lengths.unsqueeze(1)).long()
+    ids = torch.randint(1, 50, (64, 100), generator=generator) * mask
+    positions = 0
+
+    def read(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        nonlocal positions
+        assert isinstance(inputs, dict)
+        positions += inputs["input_ids"].numel()
+        assert inputs["row"].shape == inputs["input_ids"].shape[:1]
+        features = (inputs["input_ids"] * inputs["attention_mask"]).sum(dim=1, keepdim=True).float()
+        return torch.cat([features, inputs["row"].unsqueeze(1)], dim=1), features
+
+    inputs = {"input_ids": ids, "attention_mask": mask, "row": torch.arange(64)}
+    expected = read(inputs)
+    whole, positions = positions, 0
+    found = FeatureComputation(read, CPU, is_padded=True)(inputs)
+    assert positions < 0.6 * whole
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    positions = 0
+    FeatureComputation(read, CPU)(inputs)
+    assert positions == whole
+    positions = 0
+    FeatureComputation(read, CPU, is_padded=True)({**inputs, "attention_mask": torch.ones_like(mask)})
+    assert positions == whole
+
+
 def test_batches_that_have_room_go_through_as_they_are() -> None:
     read = Counted()
     FeatureComputation(read, CPU)(images(50))
