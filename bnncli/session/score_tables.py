@@ -281,22 +281,24 @@ def legend(
             f"[low, high]: {percent(options.level, 'g')} bootstrap intervals ({replicates} replicates); those of "
             "ECE and MCE exclude the floor and may be below the value"
         )
+        lines += _describe_resampling(rows)
+    return lines
+
+
+def _describe_resampling(rows: Sequence[Row]) -> list[str]:
+    """Return what the intervals resample where that is not all examples, and which splits have too little for intervals."""
+    own = [(row["split"], m) for row in rows for m in row["metrics"] if m["value"] is not None and "ood" not in m]
+    lines = []
     for field, what in (("num_groups", "whole groups: {}"), ("num_resampled", "a random part: {} examples")):
-        counts = {
-            row["split"]: count for row in rows for m in row["metrics"] if (count := _resampled(m, field)) is not None
-        }
+        counts = {split: m["interval"][field] for split, m in own if field in (m.get("interval") or {})}
         if counts:
             named = ", ".join(f"{split} has {count:,}" for split, count in counts.items())
             is_narrow = field == "num_groups" and min(counts.values()) < FEW_GROUPS
             narrow = f" (below {FEW_GROUPS} groups, they are too narrow)" if is_narrow else ""
             lines.append(f"intervals resample {what.format(named)}{narrow}")
-    return lines
-
-
-def _resampled(metric: TableRow, field: str) -> int | None:
-    """Return a number of what the interval of a score of one split resamples; None if it has none."""
-    count = (metric.get("interval") or {}).get(field)
-    return count if isinstance(count, int) else None
+    resampled = {split for split, m in own if m.get("interval")}
+    without = [split for split in dict.fromkeys(split for split, _ in own) if split not in resampled]
+    return [*lines, *(f"no intervals for {split}: its rows are a single group or example" for split in without)]
 
 
 def select_metrics(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> list[Row]:

@@ -101,6 +101,18 @@ def test_evaluate_and_compare_resample_groups_and_say_so(cli: Cli, run: Path) ->
     assert "over 50 groups of 400 examples" in cli("compare", run).expect(0).stdout
 
 
+def test_footer_counts_the_groups_of_the_split_not_of_outliers(cli: Cli, tmp_path: Path, made: Path) -> None:
+    with np.load(made.with_name("arrays.npz")) as stored:
+        arrays = dict(stored)
+    arrays["groups_far"] = np.repeat([f"far {group}" for group in range(len(arrays["features_far"]))], 1)
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    name = tmp_path / "new"
+    extract = ("extract-features", name, "--from-npz", tmp_path / "arrays.npz", "--ood", "far")
+    run_all(extract, ("predict", name, "--posterior", "map"))
+    assert "intervals resample whole groups: test has 150\n" in cli("evaluate", name, "--intervals").expect(0).stdout
+    assert "resample" not in cli("evaluate", name).expect(0).stdout
+
+
 def test_score_takes_the_groups_of_a_column(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
@@ -114,6 +126,9 @@ def test_score_takes_the_groups_of_a_column(cli: Cli, tmp_path: Path, monkeypatc
     assert "resampled" not in plain["interval"]
     assert grouped["interval"]["num_groups"] == 40
     assert grouped["standard_error"] == pytest.approx(plain["standard_error"] * np.sqrt(SIZE), rel=0.15)
+    Path("one.csv").write_text("\n".join(["who,p_0,p_1,label", *(f"text,{line.partition(',')[2]}" for line in lines)]))
+    shown = cli("score", "one.csv:group=who", "--intervals").expect(0).stdout
+    assert "no intervals for test: its rows are a single group or example" in shown
     refused = cli("score", "p.csv:group=whom").expect(65, "has no column 'whom'")
     assert json.dumps(refused.stderr).count("Traceback") == 0
 
@@ -152,6 +167,7 @@ def test_rules_are_calibrated_by_group(cli: Cli, run: Path) -> None:
     (row,) = (row for row in rows if row["split"] == "test")
     own = {metric["name"]: metric for metric in row["metrics"]}
     assert own["set_coverage"]["interval"]["num_groups"] == 50
+    cli("calibrate", run, "--posterior", "laplace", "--risk", 0.15, "--force").expect(3, "or calibrate on more groups")
 
 
 @pytest.mark.parametrize(
