@@ -886,12 +886,13 @@ def _format_savings(metrics: Mapping[str, Any]) -> list[str]:
 
 def _find_failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
     """Return the failure where no threshold is shown to meet the risk or precision, so that the rule accepts nothing."""
+    units = "groups" if "num_groups" in metrics else "examples"
     if kind == PRECISION and metrics["threshold"] is None:
         return CheckFailed(
             f"no threshold reaches the requested precision: at the best one, {metrics['num_right']} of "
             f"{metrics['num_flagged']} flagged examples are right; the rule flags nothing",
             code="no_threshold",
-            hint="use a smaller --precision, or calibrate on more examples of the class",
+            hint=f"use a smaller --precision, or calibrate on more {units} {'with' if units == 'groups' else 'of'} the class",
         )
     if kind != RISK or metrics["most_doubt"] is not None:
         return None
@@ -903,5 +904,5 @@ def _find_failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
     return CheckFailed(
         f"no threshold reaches the requested risk: {tried}the rule accepts nothing",
         code="no_threshold",
-        hint="use a larger --risk, or calibrate on more examples",
+        hint=f"use a larger --risk, or calibrate on more {units}",
     )
