@@ -23,6 +23,7 @@ from bnncli.data.splits import InputSplit, Memory, hold_out, load_split, parse_s
 from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import explain_unfit_outputs
 from bnncli.models import SavedModel, is_kind
+from bnncli.names import count_noun
 from bnncli.numerics.digests import file_sha256
 from bnncli.numerics.random import stream_seed
 from bnncli.session.predictions import PredictionGroup
@@ -218,8 +219,8 @@ def describe_shared_rows(folder: RunFolder, names: Collection[str] | None = None
         is_same_source = sources[first] == sources[second]
         if count := _count_shared(groups[first], groups[second], is_same_source=is_same_source):
             found.append(
-                f"splits {first!r} and {second!r} share {count} groups: scores on one depend on what was fitted or tuned "
-                "on the other"
+                f"splits {first!r} and {second!r} share {count_noun(count, 'group')}: scores on one depend on "
+                "what was fitted or tuned on the other"
             )
             continue
         if not is_same_source:
