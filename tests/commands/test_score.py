@@ -232,8 +232,9 @@ def test_a_part_of_many_rows_is_resampled_and_the_table_says_so(
     monkeypatch.setattr("bnncli.evaluation.bootstrap._FEWEST_RESAMPLED", 1)
     found = json.loads(cli("score", "p.npz", "--json").stdout)["rows"][0]["metrics"][0]["interval"]
     assert (found["resampled"], found["num_resampled"]) == ("part", 50)
-    assert "intervals resample a random part: test has 50 examples" in " ".join(cli("score", "p.npz").stdout.split())
-    assert "random part" not in cli("score", "p.npz", "--bootstrap", "0").stdout
+    shown = " ".join(cli("score", "p.npz", "--intervals").stdout.split())
+    assert "intervals resample a random part: test has 50 examples" in shown
+    assert "random part" not in cli("score", "p.npz").stdout
 
 
 def test_a_table_of_predict_is_scored_as_its_predictions_are(cli: Cli, small_run: Path, tmp_path: Path) -> None:
