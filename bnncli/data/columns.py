@@ -145,6 +145,8 @@ def find_group(columns: Columns, named: Mapping[str, str]) -> str | None:
     names = columns.resolve(named[GROUP])
     if len(names) > 1:
         raise UsageError(f"{columns.where}: group= takes one {columns.noun}; got {named[GROUP]!r}")
+    if named.get(LABEL) == named[GROUP]:
+        raise UsageError(f"{columns.where}: label= and group= name the same {columns.noun}, {named[GROUP]!r}")
     return names[0]
 
 

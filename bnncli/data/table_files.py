@@ -31,7 +31,7 @@ import numpy as np
 
 from bnncli.errors import DataError, DeviceError, UsageError, WriteError
 from bnncli.lazy import pyarrow
-from bnncli.names import by_number, format_names, is_split, quote_name
+from bnncli.names import by_number, count_noun, format_names, is_split, quote_name
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
 from bnncli.system.input_files import is_failure, open_regular, read_error
@@ -213,7 +213,7 @@ def _conll_texts(lines: _Lines, names: list[str], *, is_universal: bool) -> Iter
             names += _UNIVERSAL if is_universal else numbered
         found: list[str | None] = [*line.rstrip("\r\n").split(delimiter)]
         if len(found) != len(names):
-            message = f"{lines.shown}: line {lines.number} has {len(found)} fields, expected {len(names)}"
+            message = f"{lines.shown}: line {lines.number} has {count_noun(len(found), 'field')}, expected {len(names)}"
             hint = "remove lines of comments: grep -v '^# '" if has_comment or line.startswith("# ") else None
             raise DataError(message, path=lines.path, hint=hint)
         if is_universal:
@@ -330,7 +330,7 @@ def _records(lines: _Lines, first: str, delimiter: str, *, is_quoted: bool) -> I
             if fields:
                 width = width or len(fields)
                 if len(fields) != width:
-                    message = f"{lines.where()} has {len(fields)} fields, expected {width}"
+                    message = f"{lines.where()} has {count_noun(len(fields), 'field')}, expected {width}"
                     raise DataError(message, path=lines.path, hint=_IF_SPLIT)
                 yield fields if is_quoted else [_unquote(field) for field in fields]
                 lines.row += 1

@@ -91,12 +91,20 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
             hint=f"use a model that includes one, such as \0model\0 hf:FOLDER; save the {_MAKERS[items]} to the "
             "folder with its save_pretrained method",
         )
-    if transform is not None and items not in ("arrays", transform.takes):
+    is_numbers = transform is not None and items == "arrays" and ":x=" in spec and _is_real(dataset)
+    if transform is not None and (is_numbers or items not in ("arrays", transform.takes)):
+        items = "numbers" if is_numbers else items
         column = transform.takes if transform.takes == "words" else transform.takes.removesuffix("s")
         hint = f"name the column: {column}=COLUMN" if _has_columns(spec) else f"give data of {transform.takes}"
         if transform.takes == PAIRS:
             hint = "give a table with two columns of texts: text=FIRST+SECOND"
         raise UsageError(f"{spec}: the data are {items}, but the model takes {transform.takes}", hint=hint)
+
+
+def _is_real(dataset: Dataset) -> bool:
+    """Return whether examples are real numbers, rather than token ids or several arrays by name."""
+    first = dataset.read(np.zeros(1, np.int64))[0]
+    return isinstance(first, np.ndarray) and np.issubdtype(first.dtype, np.floating)
 
 
 def _has_columns(spec: str) -> bool:

@@ -133,6 +133,21 @@ def test_score_takes_the_groups_of_a_column(cli: Cli, tmp_path: Path, monkeypatc
     assert json.dumps(refused.stderr).count("Traceback") == 0
 
 
+def test_a_table_of_predictions_has_their_groups(cli: Cli, run: Path) -> None:
+    table = run.with_name("table.csv")
+    words = ("predict", run, "--posterior", "laplace", "--split", "test", "--samples", 50)
+    cli(*words, "--table", table, "--probabilities").expect(0)
+    own = Path(f"{run}.bnn/predictions/laplace.mc/test.h5")
+    rows = [
+        json.loads(cli("score", place, "--json").expect(0).stdout)["rows"][0]["metrics"]
+        for place in (own, f"{table}:group=group")
+    ]
+    for one, other in zip(*rows, strict=True):
+        if "num_groups" in (one.get("interval") or {}):
+            assert one["interval"]["num_groups"] == other["interval"]["num_groups"] > 1
+            assert one["interval"]["low"] == pytest.approx(other["interval"]["low"], abs=0.05)
+
+
 def test_names_of_groups_are_compared_between_splits_of_other_files(cli: Cli, tmp_path: Path, made: Path) -> None:
     with np.load(made.with_name("arrays.npz")) as stored:
         arrays = dict(stored)

@@ -91,6 +91,8 @@ def test_wrong_columns_of_groups_are_refused(tmp_path: Path) -> None:
         load_split(spec + "m")
     with pytest.raises(UsageError, match="group= takes one column"):
         load_split(spec + "+label")
+    with pytest.raises(UsageError, match="label= and group= name the same column"):
+        load_split(spec.rpartition("group=")[0] + "label=label,group=label")
 
 
 def rows_in_groups(tmp_path: Path, num_groups: int) -> InputSplit:

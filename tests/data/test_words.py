@@ -163,10 +163,10 @@ def test_odd_words_and_tags_are_refused(row: dict[str, Any], said: str, tmp_path
     ("name", "text", "said"),
     [
         ("a.conll", "", "is empty: expected one word and its tags per line"),
-        ("a.conll", "Ada O\nwrites\n", "line 2 has 1 fields, expected 2"),
+        ("a.conll", "Ada O\nwrites\n", "line 2 has 1 field, expected 2"),
         ("a.conll", "# id 3 en\nAda O\n", "line 2 has 2 fields, expected 4"),
         ("a.conll", "\nAda O\n# id 3 en\n", "line 3 has 4 fields, expected 2"),
-        ("a.conllu", "1 Ada PROPN\n", "line 1 has 1 fields, expected 10"),
+        ("a.conllu", "1 Ada PROPN\n", "line 1 has 1 field, expected 10"),
         ("a.jsonl", '{"tokens": []}\n', "has no words"),
         ("a.csv", "tokens,label\na b,0\n", "expected a list of words, got str 'a b'"),
     ],

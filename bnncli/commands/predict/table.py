@@ -235,7 +235,8 @@ def few_draws_lines(run: Run, levels: Mapping[str, tuple[str, float]]) -> list[s
 
 
 _SCORES = ("entropy", "mutual_info", "low", "high", "level", "label")
-_COLUMNS = (*FIRST_COLUMNS, NAME, PROBABILITIES, *_SCORES, TOP_K, "classes")
+GROUP = "group"
+_COLUMNS = (*FIRST_COLUMNS, NAME, GROUP, PROBABILITIES, *_SCORES, TOP_K, "classes")
 
 
 @dataclass(frozen=True)
@@ -336,6 +337,7 @@ class ShownColumns:
         probabilities: True where every class has its own column.
         rules: columns of calibrate's rules.
         is_raw: True to write texts that a spreadsheet might read as formulas unchanged.
+        has_groups: True where examples have groups.
     """
 
     merges: Sequence[Merge]
@@ -344,6 +346,7 @@ class ShownColumns:
     probabilities: bool
     rules: RuleColumns
     is_raw: bool = False
+    has_groups: bool = False
 
     def columns(self, classes: Sequence[str], *, is_exclusive: bool) -> TableBlock:
         """Return a block without rows that has all columns."""
@@ -373,6 +376,9 @@ class ShownColumns:
         block = TableBlock(origin[:3], {**ids, **columns, **decisions}, sets=self.rules.sets, is_raw=self.is_raw)
         if self.has_names:
             block.columns[NAME] = np.full(len(block.columns["sample_id"]), b"") if names is None else names
+        if self.has_groups:
+            count = len(block.columns["sample_id"])
+            block.columns[GROUP] = np.full(count, -1) if content.groups is None else np.asarray(content.groups[rows])
         if self.probabilities or not origin.is_exclusive:
             block.columns[PROBABILITIES] = np.asarray(content.probs[rows])
         return block
@@ -407,7 +413,8 @@ def make_table(
     task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
 
     rules = list_columns(decided)
-    shown = ShownColumns(merges, has_top_k, has_names, probabilities, rules, is_raw)
+    has_groups = any(read_predictions(path).groups is not None for path in files)
+    shown = ShownColumns(merges, has_top_k, has_names, probabilities, rules, is_raw, has_groups)
 
     def blocks() -> Iterator[TableBlock]:
         for place, path in enumerate(files):
