@@ -1,28 +1,21 @@
 """Small language models: their posteriors beside one temperature, MC dropout and ensembles.
 
-Task `questions`: closed questions of a known Bayes rate. The prompts are random sequences of words; the answer, one of four letters, is
+Closed questions of a known Bayes rate. The prompts are random sequences of words; the answer, one of four letters, is
 drawn from a softmax of the words' hidden scores, so the best possible NLL is known. Three models (2 layers of Llama's architecture, random
 start) are trained on the same few prompts by Adam until they have memorised them. Half of the words of the unusual prompts never occur in
 training. Then three LoRA adapters are trained on these prompts; their frozen base learned from many prompts of other questions.
 
-Task `docstrings`: real texts, the first paragraphs of the docstrings in installed packages (torch, numpy, scipy, scikit-learn and Python's own
-library), and the question which package one comes from. A BERT of 2 layers learns to fill in masked words, and three LoRA adapters learn from
-1,000 labelled texts. No file is in two splits. The unusual texts come from sympy and networkx.
-
-    python benchmarks/language_models.py --task docstrings --out docstrings.json
+    python benchmarks/language_models.py --out questions.json
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import io
 import json
 import shlex
-import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +25,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from scipy import optimize, stats
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from bnncli.artifacts.files import read_metrics
@@ -298,144 +291,16 @@ def adapt_to_questions(
     )  # fmt: skip
 
 
-PACKAGES = ("numpy", "python", "scipy", "sklearn", "torch")
-OTHERS = ("networkx", "sympy")
-_SKIPPED = {"site-packages", "test", "tests", "testing", "idlelib"}
-_SPLITS = {"train": 200, "val": 100, "test": 400}  # labelled texts of each package
-
-
-def read_docstrings(package: str, count: int, generator: np.random.Generator) -> list[list[str]]:
-    """Return the first paragraphs of 5 to 60 words of a package's docstrings by file, at least count texts, each once."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    if package != "python":
-        spec = find_spec(package)
-        assert spec is not None, package
-        folder = Path(str(spec.origin)).parent
-    found: list[list[str]] = []
-    known: set[str] = set()
-    files = [one for one in sorted(folder.rglob("*.py")) if not _SKIPPED & {*one.relative_to(folder).parts}]
-    for file in (files[place] for place in generator.permutation(len(files))):
-        if len(known) >= count:
-            break
-        texts = []
-        try:
-            nodes = [*ast.walk(ast.parse(file.read_text(errors="ignore")))]
-        except (SyntaxError, ValueError):
-            continue
-        for node in nodes:
-            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
-            first = " ".join((text or "").partition("\n\n")[0].split())
-            if 5 <= len(first.split()) <= 60 and first not in known:
-                known.add(first)
-                texts.append(first)
-        found.append(texts)
-    return found
-
-
-def split_docstrings(generator: np.random.Generator) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
-    """Return texts and packages by split, with whole files in each, and all texts of the files of train."""
-    splits: dict[str, list[tuple[str, str]]] = {name: [] for name in _SPLITS}
-    every: list[str] = []
-    for package in PACKAGES:
-        files = iter(read_docstrings(package, 3000, generator))
-        for name, count in reversed(_SPLITS.items()):
-            texts: list[str] = []
-            for some in files:
-                texts += some
-                if len(texts) >= count and name != "train":
-                    break
-            every += texts if name == "train" else []
-            chosen = generator.permutation(len(texts))[:count]
-            splits[name] += [(texts[place], package) for place in chosen]
-    splits["unusual"] = [
-        (text, "") for package in OTHERS for file in read_docstrings(package, 1000, generator) for text in file
-    ]
-    return splits, every
-
-
-def make_tokenizer(texts: Sequence[str]) -> Any:
-    """Return a tokenizer of 4,000 pieces of words."""
-    own = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    own.normalizer, own.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    own.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=4000, special_tokens=names))
-    own.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    special = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), names, strict=True))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, model_max_length=64, **special)
-
-
-def fill_in_words(texts: Sequence[str], tokenizer: Any, *, epochs: int) -> Any:
-    """Return a BERT of 2 layers that was trained to fill in 15% of the tokens."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
-        max_position_embeddings=64, num_labels=len(PACKAGES), id2label=dict(enumerate(PACKAGES)),
-    )  # fmt: skip
-    network = transformers.BertForMaskedLM(config).train()
-    inputs = dict(tokenizer([*texts], truncation=True, padding=True, return_tensors="pt"))
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
-    batches = inputs["attention_mask"].sum(dim=1).argsort().split(64)  # of texts of about the same length
-    for _ in range(epochs):
-        for place in torch.randperm(len(batches)).tolist():
-            rows = batches[place]
-            some = _rows(inputs, rows)
-            is_masked = (some["input_ids"] > 4) & (torch.rand(some["input_ids"].shape) < 0.15)
-            hidden = network.bert(
-                **{**some, "input_ids": some["input_ids"].masked_fill(is_masked, 4)}
-            ).last_hidden_state
-            loss = torch.nn.functional.cross_entropy(network.cls(hidden[is_masked]), some["input_ids"][is_masked])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return network
-
-
-def measure_docstrings(folder: Path, epochs: int) -> dict[str, Any]:
-    """Train base and adapters on docstrings; return the scores by method."""
-    splits, every = split_docstrings(np.random.default_rng(0))
-    tokenizer = make_tokenizer(every)
-    base = folder / "base"
-    fill_in_words(every, tokenizer, epochs=3).save_pretrained(folder / "filled")
-    torch.manual_seed(0)
-    transformers.BertForSequenceClassification.from_pretrained(folder / "filled").save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    for name, rows in splits.items():
-        lines = (json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    words = " ".join(f"--data {name}=jsonl:{folder / name}.jsonl:text=text,label=label" for name in _SPLITS)
-
-    def tokens(name: str) -> dict[str, Tensor]:
-        texts = [text for text, _ in splits[name]]
-        return dict(tokenizer(texts, truncation=True, padding=True, return_tensors="pt"))
-
-    task = Adapters(
-        base, "SEQ_CLS", ["query", "value", "dense"],
-        load=lambda: transformers.BertForSequenceClassification.from_pretrained(base),
-        logits=lambda network, inputs: network(**inputs).logits,
-        inputs={name: tokens(name) for name in ("train", "test", "unusual")},
-        targets={name: torch.tensor([PACKAGES.index(one) for _, one in splits[name]]) for name in ("train", "test")},
-        words=f"{words} --ood unusual=jsonl:{folder / 'unusual'}.jsonl:text=text,label=",
-    )  # fmt: skip
-    return {"num_texts": len(every), "adapters": compare_adapters(folder, task, epochs=epochs)}
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", choices=("questions", "docstrings"), default="questions")
     parser.add_argument("--train", type=int, default=1000, help="prompts of questions to train on")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.task == "questions":
-            found = measure(Path(folder), arguments.train, arguments.epochs)
-            print(f"best possible NLL {found['bayes_nll']:.4f}")
-        else:
-            found = measure_docstrings(Path(folder), arguments.epochs)
-            print(f"base trained on {found['num_texts']:,} texts")
+        found = measure(Path(folder), arguments.train, arguments.epochs)
+    print(f"best possible NLL {found['bayes_nll']:.4f}")
     for name, scores in {**found.get("posteriors", {}), **found["adapters"]}.items():
         shown = " ".join(
             f"{key} {scores[key]:.4f}" for key in ("nll", "ece", "accuracy", "auroc") if scores.get(key) is not None
