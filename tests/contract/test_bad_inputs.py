@@ -419,7 +419,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
     "no number": (text("p_a,p_b", *["0.2,0.8"] * 3, "0.2,?"), ":probs=p_*", 65, "row 3, column 'p_b': expected a number, got '?'"),
     "a cell of many": (text("p_a,p_b,p_c", *["0.2,0.7,0.1"] * 3, "0.2,?,0.1", "x,0.7,0.1"), "", 65, "row 3, column 'p_b': expected a number, got '?'"),
     "texts by such a name": (text("p_a,p_b,p_name,y", "0.2,0.8,Ann,x"), "", 65, "row 0 has 'x', which is not a class"),
-    "a field too few": (text("p_a,p_b", "0.2,0.8", "0.2"), "", 65, "row 1 (line 3) has 1 fields, expected 2"),
+    "a field too few": (text("p_a,p_b", "0.2,0.8", "0.2"), "", 65, "row 1 (line 3) has 1 field, expected 2"),
     "a label of no class": (text("p_a,p_b,y", "0.2,0.8,c", "0.3,0.7,b"), "", 65, "row 0 has 'c', which is not a class"),
     "a label missing": (text("p_a,p_b,y", "0.2,0.8,a", "0.3,0.7,"), "", 65, "row 1 has no label"),
     "two kinds of columns": (text("p_a,p_b,prob_a,prob_b", "0.2,0.8,0.2,0.8"), "", 65, "several columns could be the predictions"),
