@@ -155,16 +155,35 @@ class Bootstrap:
                 for stream, (_, size) in zip(streams, units, strict=True):
                     deque(_draw_indices(stream, len(block), size), maxlen=0)
 
-    def replicates(self, statistic: Callable[..., NDArray], *splits: tuple[str, int]) -> NDArray[np.float64]:
+    def replicates(
+        self,
+        statistic: Callable[..., NDArray],
+        *splits: tuple[str, int],
+        take: Callable[..., Callable[..., NDArray]] | None = None,
+    ) -> NDArray[np.float64]:
         """Return the statistic of every replicate, (R, ...).
 
         The statistic maps weights (b, N), one array per split, to (b, ...). Worker processes of one command share the
         blocks.
+
+        Args:
+            take: returns the same statistic of some rows (n,) of each split, to resample a random part of large splits; None
+                to resample all.
         """
+        part = None if take is None else self.part(*splits)
+        if take is not None and part is not None:
+            of_part = take(*part.rows)
+            sized = [(name, len(rows)) for (name, _), rows in zip(splits, part.rows, strict=True)]
+            values, own = (
+                one(*(np.ones((1, size)) for _, size in some))[0]
+                for one, some in ((statistic, splits), (of_part, sized))
+            )
+            return part.of_all(values, own, self.replicates(of_part, *sized))
         blocks = self.blocks(*splits)
         parts = Parts(len(blocks))
-        own = [np.asarray(statistic(*block), dtype=np.float64) for block in self.weights(*splits, only=parts.own)]
-        return parts.of_all(np.concatenate(own), [len(block) for block in blocks])
+        own_blocks = self.weights(*splits, only=parts.own)
+        found = [np.asarray(statistic(*block), dtype=np.float64) for block in own_blocks]
+        return parts.of_all(np.concatenate(found), [len(block) for block in blocks])
 
     def describe(
         self,

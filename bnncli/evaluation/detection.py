@@ -310,7 +310,7 @@ def _replicates(
     """Return the replicates (R, m) of each score's statistics, all with the same weights."""
     if not rankings:
         return {}
-    values = resampled_rankings(
+    values = resample_rankings(
         list(rankings.values()),
         lambda some: lambda *weights: np.stack([one.evaluate(statistics, *weights) for one in some], axis=1),
         bootstrap,
@@ -320,7 +320,7 @@ def _replicates(
     return {name: values[:, index] for index, name in enumerate(rankings)}
 
 
-def resampled_rankings(
+def resample_rankings(
     rankings: Sequence[Ranking],
     statistic_of: Callable[[Sequence[Ranking]], Callable[..., NDArray]],
     bootstrap: Bootstrap,
@@ -334,17 +334,11 @@ def resampled_rankings(
         statistic_of: returns the function of weights for some rankings.
     """
     sizes = (split, len(rankings[0].scores_in)), (ood, len(rankings[0].scores_out))
-    part = bootstrap.part(*sizes)
-    if part is None:
-        return bootstrap.replicates(statistic_of(rankings), *sizes)
-    rows_in, rows_out = part.rows
-    thinned = [Ranking(one.scores_in[rows_in], one.scores_out[rows_out]) for one in rankings]
-    found = bootstrap.replicates(statistic_of(thinned), (split, len(rows_in)), (ood, len(rows_out)))
-    values, own = (
-        statistic_of(some)(np.ones((1, len(some[0].scores_in))), np.ones((1, len(some[0].scores_out))))[0]
-        for some in (rankings, thinned)
-    )
-    return part.of_all(values, own, found)
+
+    def take(rows_in: NDArray, rows_out: NDArray) -> Callable[..., NDArray]:
+        return statistic_of([Ranking(one.scores_in[rows_in], one.scores_out[rows_out]) for one in rankings])
+
+    return bootstrap.replicates(statistic_of(rankings), *sizes, take=take)
 
 
 def _why_undefined(scores_in: NDArray | str, scores_out: NDArray | str, ood: str) -> str | None:

@@ -341,15 +341,12 @@ def _mmc(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> 
         return row | {"value": None, "undefined": f"split {ood} is empty"}
     row["value"] = float(np.mean(examples.confidence, dtype=np.float64))
     if bootstrap is not None:
-        part = bootstrap.part((ood, size))
-        values = np.asarray(
-            examples.confidence if part is None else examples.confidence[part.rows[0]], dtype=np.float32
-        )
-        found = bootstrap.replicates(
-            lambda weights: (weights @ values) / total_weights(weights).astype(values.dtype), (ood, len(values))
-        )
-        if part is not None:
-            found = part.of_all(np.asarray(row["value"]), values.mean(dtype=np.float64), found)
+        values = np.asarray(examples.confidence, dtype=np.float32)
+
+        def mean_of(values: NDArray) -> Callable[[NDArray], NDArray]:
+            return lambda weights: (weights @ values) / total_weights(weights).astype(values.dtype)
+
+        found = bootstrap.replicates(mean_of(values), (ood, size), take=lambda rows: mean_of(values[rows]))
         row |= bootstrap.describe(row["value"], found, splits=((ood, size),), bounds=(0.0, 1.0))
     return row
 

@@ -106,12 +106,10 @@ def score_rows(
     """
     size = split[1]
     values = [_estimate(group, size) for group in scores]
-    part = None if bootstrap is None or take is None else bootstrap.part(split)
-    if part is None:
-        replicates = _replicates(scores, values, split, bootstrap)
-    else:
-        assert take is not None
+    replicates = None
+    if bootstrap is not None and take is not None and (part := bootstrap.part(split)) is not None:
         replicates = _replicates_of_part(take(part.rows[0]), values, split[0], bootstrap, part)
+    replicates = replicates or _replicates(scores, values, split, bootstrap)
     rows = []
     for group, found, drawn in zip(scores, values, replicates, strict=True):
         chances = _against_chance(group, found, split, bootstrap, groups)
@@ -201,7 +199,7 @@ def _replicates_of_part(
     scores: Sequence[ScoreGroup],
     values: Sequence[NDArray | None],
     name: str,
-    bootstrap: Bootstrap | None,
+    bootstrap: Bootstrap,
     part: RandomPart,
 ) -> list[NDArray | None]:
     """Return the replicates (R, m) of each group of scores of all examples, given the same groups of a part."""

@@ -104,13 +104,13 @@ class FeatureComputation:
         if len(groups) < 2:
             return self._in_parts(inputs)
         parts = []
-        for rows in groups:
-            parts.append(self._in_parts(_trimmed(inputs, rows)))
+        for rows, positions in groups:
+            parts.append(self._in_parts(_trim(inputs, rows, positions)))
             if parts[0][0].ndim != 2:  # no features: the caller's check reports it
                 return self._in_parts(inputs)
-        back = torch.cat(groups).argsort()
+        back = torch.cat([rows for rows, _ in groups]).argsort()
         with torch.inference_mode():
-            features, output = (torch.cat(found)[back] for found in zip(*parts, strict=True))
+            features, output = (torch.cat(found)[back.to(found[0].device)] for found in zip(*parts, strict=True))
         return features, output
 
     def _in_parts(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -167,12 +167,16 @@ _FEWEST_TEXTS = {"cpu": 8}  # that are computed together; more on a GPU
 _PAYS = 0.8  # of the positions of a batch: above it, its texts stay together
 
 
-def _groups_of_texts(inputs: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
-    """Return the rows of texts of similar lengths, group by group; none if dividing the batch saves little."""
+def _groups_of_texts(inputs: Mapping[str, Tensor], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return the rows of texts of similar lengths and the positions that they use, group by group.
+
+    None if dividing the batch saves little. The mask is copied to the CPU once.
+    """
     mask = inputs.get(MASK)
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or len(mask) < 2:
         return []
-    lengths, order = mask.sum(dim=1).sort(stable=True)
+    is_used = mask.bool().cpu()
+    lengths, order = is_used.sum(dim=1).sort(stable=True)
     sizes, begin, fewest = lengths.tolist(), 0, _FEWEST_TEXTS.get(device.type, 32)
     bounds = []
     for place, size in enumerate(sizes):
@@ -183,15 +187,16 @@ def _groups_of_texts(inputs: Mapping[str, Tensor], device: torch.device) -> list
     taken = sum((stop - start) * sizes[stop - 1] for start, stop in bounds)
     if taken > _PAYS * mask.numel():
         return []
-    return [order[start:stop] for start, stop in bounds]
+    groups = [order[start:stop] for start, stop in bounds]
+    return [(rows.to(mask.device), is_used[rows].any(dim=0).nonzero()[:, 0].to(mask.device)) for rows in groups]
 
 
-def _trimmed(inputs: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    """Return the inputs of some rows (m,), without positions that are padding in all of them."""
-    mask = inputs[MASK]
-    used = mask[rows].any(dim=0)
+def _trim(inputs: Mapping[str, Tensor], rows: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """Return the inputs of some rows (m,) at some positions."""
+    shape = inputs[MASK].shape
     return {
-        name: value[rows][:, used] if value.shape[:2] == mask.shape else value[rows] for name, value in inputs.items()
+        name: value[rows].index_select(1, positions) if value.shape[:2] == shape else value[rows]
+        for name, value in inputs.items()
     }
 
 

@@ -216,7 +216,8 @@ def _word_classifier(network: Any, name: str) -> nn.Module:
             if is_compact:
                 is_other = (input_ids[1:] != input_ids[:-1]) | (attention_mask[1:] != attention_mask[:-1])
                 is_first = torch.nn.functional.pad(is_other.any(dim=1), (1, 0), value=True)
-                given = {key: value[is_first] for key, value in given.items()}
+                firsts = is_first.nonzero()[:, 0]  # the only sync
+                given = {key: value[firsts] for key, value in given.items()}
             hidden = self._inner[0](**given).logits  # (texts, L, D)
             if is_compact:
                 features = hidden[is_first.cumsum(0) - 1, places]

@@ -156,6 +156,11 @@ class ModuleNetwork:
         count = sum(value.numel() for value in self.module.parameters())
         return torch.float64 if count <= MOST_EXACT else torch.float32
 
+    @property
+    def check_tolerance(self) -> float:
+        """Largest relative difference of derivatives that is rounding in that precision."""
+        return 1e-6 if self.check_dtype == torch.float64 else 1e-3
+
     @cached_property
     def _every(self) -> dict[str, Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}

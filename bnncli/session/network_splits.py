@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32  # examples per pass when comparing logits
 TOLERANCE = 1e-3  # of logits, relative to 1 + the largest: covers other block sizes and torch releases
-_SAME = {"float64": 1e-6, "float32": 1e-3}  # of derivatives by both modes, relative to the sum of terms
 _STEP = 1e-4  # step for parameters that seem to have no derivatives
 AUTOCAST_TOLERANCE = 0.1  # for features extracted in lower precision; the network here computes in float32
 
@@ -86,8 +85,7 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
             have no derivative with respect to it, for example because outputs are detached.
     """
     assert layout.network is not None
-    theta = layout.trained().to(layout.network.check_dtype)
-    same = _SAME[str(theta.dtype)[6:]]
+    theta, same = layout.trained().to(layout.network.check_dtype), layout.network.check_tolerance
     inputs = inputs.to(theta.device)
     numbers = torch.arange(1, len(theta) + 1, dtype=theta.dtype, device=theta.device)
     direction = numbers.sin()  # a direction that no symmetry of the network cancels

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bnncli.artifacts.files import read_metrics
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import DetectionForm, Ranking, form_rows, resampled_rankings
+from bnncli.evaluation.detection import DetectionForm, Ranking, form_rows, resample_rankings
 from bnncli.evaluation.groups import RowGroups
 from bnncli.evaluation.recommendation import LEVEL, Quality, accuracy_interval, loss_interval
 from bnncli.evaluation.scores import detection_forms
@@ -83,15 +83,14 @@ def measure_split(
 
     statistic = statistic_of(chosen)
     values = statistic(np.ones((1, split[1])))[0]
-    part = None if bootstrap is None or take is None else bootstrap.part(split)
     replicates = None
-    if bootstrap is not None and part is not None and take is not None:
-        size = len(part.rows[0])
-        of_part = statistic_of([_select_scores(scores, wanted) for scores in take(part.rows[0])])
-        found_of_part = bootstrap.replicates(of_part, (split[0], size))
-        replicates = part.of_all(values, of_part(np.ones((1, size)))[0], found_of_part)
-    elif bootstrap is not None and split[1] > 1:
-        replicates = bootstrap.replicates(statistic, split)
+    if bootstrap is not None and split[1] > 1:
+
+        def of_rows(rows: NDArray) -> Callable[[NDArray], NDArray]:
+            assert take is not None
+            return statistic_of([_select_scores(scores, wanted) for scores in take(rows)])
+
+        replicates = bootstrap.replicates(statistic, split, take=None if take is None else of_rows)
     found, start = [], 0
     for picks in chosen:
         own = []
@@ -151,7 +150,7 @@ def measure_detection(
     values = statistic_of(rankings)(np.ones((1, split[1])), np.ones((1, ood[1])))[0]
     replicates = None
     if bootstrap is not None and rankings:
-        replicates = resampled_rankings(rankings, statistic_of, bootstrap, split=split[0], ood=ood[0])
+        replicates = resample_rankings(rankings, statistic_of, bootstrap, split=split[0], ood=ood[0])
     flat = iter(range(len(values)))
     return [
         [

@@ -94,7 +94,6 @@ class Columns:
 
 
 _PROBES = 2  # examples used for the check
-_TOLERANCE = {"float64": 1e-6, "float32": 1e-3}  # by precision, relative to the largest gradient
 
 
 class Use(Protocol):
@@ -193,7 +192,8 @@ def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool)
 
 def find_checked(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces whose gradients at theta (P,), for the first of inputs (n, ...), agree with autograd."""
-    dtype = torch.float64 if layout.network is None else layout.network.check_dtype
+    assert layout.network is not None
+    dtype, tolerance = layout.network.check_dtype, layout.network.check_tolerance
     inputs, theta = inputs[:_PROBES], theta.detach().to(dtype)
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     logits, noted = forward(layout, theta, inputs, pieces)
@@ -207,14 +207,15 @@ def find_checked(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Se
         sums = (layout.logits(inputs, leaf.unsqueeze(0))[0] * cotangent).sum(dim=1)
         true = torch.stack([torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in sums])
     back = gradients(logits, noted, cotangent, is_last=True)
-    return [piece for piece in pieces if _is_gradient(back.get(piece.parts[0].name, []), true[:, place_of(piece)])]
+    found = [(piece, back.get(piece.parts[0].name, [])) for piece in pieces]
+    return [piece for piece, own in found if _is_gradient(own, true[:, place_of(piece)], tolerance)]
 
 
-def _is_gradient(pairs: list[tuple[Any, Tensor]], true: Tensor) -> bool:
+def _is_gradient(pairs: list[tuple[Any, Tensor]], true: Tensor, tolerance: float) -> bool:
     if not pairs:
         return False
     found = torch.stack([use.per_example(gradient) for use, gradient in pairs]).sum(dim=0)
-    return bool((found - true).abs().max() <= _TOLERANCE[str(true.dtype)[6:]] * true.abs().max())
+    return bool((found - true).abs().max() <= tolerance * true.abs().max())
 
 
 def _noting(of: list[tuple[Any, Any]], piece: Piece) -> Callable[..., None]:

@@ -24,6 +24,7 @@ from bnncli.artifacts.outputs import (
 )
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
+from bnncli.data.columns import GROUP
 from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.decisions import (
     COSTS,
@@ -235,7 +236,6 @@ def few_draws_lines(run: Run, levels: Mapping[str, tuple[str, float]]) -> list[s
 
 
 _SCORES = ("entropy", "mutual_info", "low", "high", "level", "label")
-GROUP = "group"
 _COLUMNS = (*FIRST_COLUMNS, NAME, GROUP, PROBABILITIES, *_SCORES, TOP_K, "classes")
 
 
