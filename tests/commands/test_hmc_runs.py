@@ -162,6 +162,16 @@ def test_until_continues_where_it_was_stopped(cli: Cli, small_run: Path, stop_af
     assert again.json["metrics"]["draws"] == whole.json["metrics"]["draws"] > 60
 
 
+def test_a_closer_whitening_than_the_default_is_announced_with_its_time(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.inference.structure_choice.automatic_structure", lambda *_, **__: "kron")
+    monkeypatch.setattr("bnncli.inference.structure_choice.transition_seconds", lambda *_, **__: 60.0)
+    monkeypatch.setattr("bnncli.inference.structure_choice.fit_seconds", lambda *_, **__: 300.0)
+    done = cli("hmc", small_run, *SMALL, "--name", "close", "--prior-precision", 7)  # no Gaussian of the run has it
+    assert "instead of fit-laplace's kron one: computing it should take about 5 minutes" in done.stderr
+
+
 def test_other_whitening_is_refused(
     cli: Cli, small_run: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

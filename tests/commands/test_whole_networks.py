@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from problems.command_line import Cli
 from problems.own_networks import TANH, extract_own
 from safetensors.torch import load_file
+from torch import Tensor
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.parameters.module import ModuleNetwork
 
 FIT = ("fit-laplace", "ckpt.pt", "--prior-precision", "3")
 
@@ -69,6 +72,25 @@ def test_a_search_without_room_for_jacobians_uses_some_of_val(
     metrics = done.json["metrics"]
     assert "with 12 of 30 examples of val" in done.stderr
     assert (metrics["prior_precision_val_examples"], metrics["val_num_examples"]) == (12, 30)
+
+
+def test_a_network_too_large_to_copy_is_checked_in_float32(
+    cli: Cli, checkpoint_curvatures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("fit-laplace", "ckpt.pt", "--layers", "all", "--structure", "kron", "--trust-code", "--json")
+    whole = cli(*words).json["metrics"]
+    monkeypatch.setattr("bnncli.parameters.module.MOST_EXACT", 0)
+    seen = set()
+    frozen = ModuleNetwork._frozen
+
+    def note(network: ModuleNetwork, dtype: torch.dtype, varying: Collection[str]) -> dict[str, Tensor]:
+        seen.add(dtype)
+        return frozen(network, dtype, varying)
+
+    monkeypatch.setattr(ModuleNetwork, "_frozen", note)
+    metrics = cli(*words, "--force").json["metrics"]
+    assert seen == {torch.float32}
+    assert metrics["prior_precision"] == pytest.approx(whole["prior_precision"], rel=1e-4)
 
 
 @pytest.mark.parametrize("most_full", [pytest.param(2048, marks=pytest.mark.long), 0])

@@ -180,12 +180,19 @@ def test_a_part_of_large_splits_gives_the_standard_errors_of_all(monkeypatch: py
     assert compared > 12
 
 
+def test_replicates_of_a_part_are_moved_to_the_scores_of_all_and_shrunk() -> None:
+    part = bootstrap_settings.RandomPart((np.arange(5),), 0.25)
+    found = part.of_all(np.array([5.0, 2.0]), np.array([1.0, 2.0]), np.array([[1.0, 2.0], [3.0, 1.0]]))
+    assert found.tolist() == [[5.0, 2.0], [6.0, 1.5]]
+
+
 def test_parts_have_one_share_and_leave_small_splits_and_groups_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     bootstrap = Bootstrap(10)
     monkeypatch.setattr(bootstrap_settings, "MOST_RESAMPLED", 3000)
     part = bootstrap.part(("test", 60_000), ("far", 40_000))
     assert part is not None
     assert [len(rows) for rows in part.rows] == [3000, 2000] == [len(np.unique(rows)) for rows in part.rows]
+    assert all(rows[-1] > 0.9 * size for rows, size in zip(part.rows, (60_000, 40_000), strict=True))  # not the first
     few = bootstrap.part(("test", 30_000), ("far", 4_000))
     assert few is not None
     assert [len(rows) for rows in few.rows] == [15_000, 2_000]

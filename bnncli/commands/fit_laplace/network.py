@@ -198,7 +198,7 @@ def _fit_gaussian(
             searched = held
             if not is_kept and is_by_layer(structure) and len(held.stored) > LEAST_VAL:
                 searched = _some_examples(run, held)
-                counts = {"prior_precision_val_examples": LEAST_VAL}
+                counts = {"prior_precision_val_examples": len(searched.stored)}
             held_out = target.held_out(searched.stored, searched.labels(run.device))
         found = search(
             target, criterion=criterion, held_out=held_out, generator=run.stream("fit-laplace/val"), **common
