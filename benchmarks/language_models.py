@@ -305,7 +305,7 @@ def main() -> None:
         shown = " ".join(
             f"{key} {scores[key]:.4f}" for key in ("nll", "ece", "accuracy", "auroc") if scores.get(key) is not None
         )
-        print(f"{name:<32}{shown}")
+        print(f"{name:<40}{shown}")
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 

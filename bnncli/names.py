@@ -131,7 +131,7 @@ FEATURES_NAME = "features"  # takes the place of a posterior's name for feature 
 
 
 def format_duration(seconds: float) -> str:
-    """Return an estimated time in the largest unit of which there are two, such as 90 s or 7 minutes."""
+    """Return an estimated time as seconds below 2 minutes, minutes below 2 hours, and hours above."""
     for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
