@@ -7,7 +7,7 @@ passes a block of examples through it; blocks over a last layer's features take 
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
@@ -17,7 +17,7 @@ from bnncli.parameters.module import ModuleLayout, module_places
 from bnncli.posteriors import draws_at_once, thetas_at_once
 from bnncli.system.memory import budget, is_large, require
 from bnncli.system.workers import team
-from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
+from bnncli.targets.curvature_choice import HESSIAN, RANKED, CurvatureChoice
 from bnncli.targets.network import NetworkTarget, activation_bytes_of, pairs_at_once
 from bnncli.targets.target import rough_structure
 
@@ -351,6 +351,7 @@ def network_bytes(layout: ModuleLayout, num_inputs: int, *, is_exact: bool = Fal
 
 MOST_FULL = 2000  # parameters up to which full is chosen automatically for a network: its factors take seconds
 AUTOMATIC = ("full", "kron", "diag")  # automatic choices for a network; the first that is quick and fits
+_FITTING_RANK = 64  # of Kronecker factors that do not fit whole
 _KEPT_SHARE = 8  # at most one part in this many of the device holds what val's linearised logits are computed from
 
 
@@ -390,9 +391,9 @@ class NetworkPlan:
         if self.is_search and not is_by_layer(structure):
             vectors += NUM_DRAWS  # noise
         if structure == "low-rank":
-            vectors = max(vectors, 3 * self.choice.rank + _STEPS)
+            vectors = max(vectors, 3 * self.choice.low_rank + _STEPS)
         if self.is_climb:
-            whitening = num_elements(NetworkTarget.rough_structure, layout)
+            whitening = self._elements(NetworkTarget.rough_structure)
             covariance = max(covariance, 8 * (_COPIES + 2) * whitening + 8 * _CLIMBING_VECTORS * layout.num_params)
             vectors = max(vectors, _CLIMBING_VECTORS)
         pairs = min(self.num_examples, pairs_at_once(layout, device))
@@ -430,6 +431,9 @@ class NetworkPlan:
             return needed + self.kept_bytes(structure, device)
         fitting = [name for name in self.structures if self.fit_bytes(name, device) <= there]
         hint = f"use \0structure\0 {fitting[0]}, which fits" if fitting else "no structure fits: use fewer \0layers\0"
+        ranked = replace(self, choice=replace(self.choice, rank=_FITTING_RANK))
+        if structure in ("kron", "ekfac") and self.choice.rank is None and ranked.fit_bytes(structure, device) <= there:
+            hint = f"add \0rank\0 {_FITTING_RANK} to \0structure\0 {structure}, which fits"
         if input_bytes(self.layout, self.num_examples + self.num_held) > there:
             hint = "the inputs alone need more memory: extract the features of fewer examples"
         what = f"a {structure} covariance with {self.layout.num_params:,} parameters"
@@ -439,9 +443,11 @@ class NetworkPlan:
     def _elements(self, structure: str) -> int:
         """Return the size of one copy of the structure's matrices."""
         if structure == "low-rank":
-            return min(self.choice.rank, self.layout.num_params) * self.layout.num_params
+            return min(self.choice.low_rank, self.layout.num_params) * self.layout.num_params
         if structure == "subnetwork":
             return min(self.choice.size, self.layout.num_params) ** 2
+        if structure in RANKED:
+            return int(registry.load_class("network_curvature", structure).num_elements(self.layout, self.choice.rank))
         return num_elements(structure, self.layout)
 
 

@@ -338,6 +338,15 @@ class NetworkSplit(Split):
         return self.layout.trained().cpu()
 
 
+def share_weights(apart: torch.nn.Module, merged: torch.nn.Module) -> None:
+    """Use the merged network's tensors for all weights that its adapter does not change; of large models, nearly all."""
+    known = dict(merged.named_parameters())
+    for name, value in apart.named_parameters():
+        own = known.get(name)
+        if own is not None and own.shape == value.shape and torch.equal(own.cpu(), value):
+            value.data = own.data
+
+
 def rows_of_inputs(layout: ModuleLayout) -> int:
     """Return the number of examples one draw predicts at once."""
     return max(1, PREDICTION_BYTES // (4 * (layout.widest + layout.num_features)))
@@ -420,7 +429,9 @@ class NetworkReader:
             if _APART not in self._opened:
                 from bnncli.models.huggingface import use_plain_attention
 
-                module = use_plain_attention(saved.build_apart().to(self.run.device))
+                apart = saved.build_apart()
+                share_weights(apart, network.module)
+                module = use_plain_attention(apart.to(self.run.device))
                 self._opened[_APART] = replace(network, module=module, _states={}), head
             return self._opened[_APART]
         return network, head

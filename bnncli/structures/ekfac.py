@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.structures.kron import Basis, EigenLayers, LayerFactors, NetworkKron, build_parts, describe_factors
-from bnncli.structures.network_sums import Columns, forward, gradients, num_drawn
+from bnncli.structures.network_sums import Columns, coordinates, forward, gradients, is_complete, num_drawn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +54,9 @@ class NetworkEkfac:
         return describe_factors("ekfac", hessian)
 
     @staticmethod
-    def num_elements(layout: ModuleLayout) -> int:
+    def num_elements(layout: ModuleLayout, rank: int | None = None) -> int:
         """Return the number of elements of the factors."""
-        return NetworkKron.num_elements(layout)
+        return NetworkKron.num_elements(layout, rank)
 
 
 def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: dict[str, Basis]) -> dict[str, Tensor]:
@@ -70,29 +70,31 @@ def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: 
         logits, noted = forward(target.layout, theta, inputs, factors.matrices)
         back = [gradients(logits, noted, column, is_last=is_last) for column, is_last in columns.of(logits, rows)]
         for name, basis in turned.items():
-            totals[name] += _squares([of_column[name] for of_column in back], *basis)
+            squares = _squares([of_column[name] for of_column in back], *basis)
+            totals[name] += _mean_outside(_mean_outside(squares, basis[1]).T, basis[0]).T
     return {name: total * target.likelihood_scale for name, total in totals.items()}
 
 
 def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, features: Tensor) -> Tensor:
-    """Return the sum over examples and columns of (U^T G V)^2, (K, F) float64, with G summed over uses and positions.
+    """Return the sum over examples and columns of (U^T G V)^2 in coordinates, (K, F) float64, with G summed over uses and positions.
 
     Args:
         back: per column, the uses of one weight with the gradients at their outputs.
-        outputs, features: U (K, K) and V (F, F).
+        outputs, features: U (K, K) and V (F, F), or the leading columns.
     """
-    uses, num_outputs = [use for use, _ in back[0]], len(outputs)
+    uses = [use for use, _ in back[0]]
+    num_outputs, num_features = (sum(one.shape) if not is_complete(one) else len(one) for one in (outputs, features))
     slopes = [[use.outputs(gradient) for use, gradient in of_column] for of_column in back]
     num_positions = slopes[0][0].shape[2]
     # Multiply V where it is cheaper: with each G, or with the inputs at each position.
-    turns_sums = len(back) * num_outputs < num_positions
-    total = torch.zeros(num_outputs, len(features), dtype=torch.float64, device=outputs.device)
-    size = max(1, _ELEMENTS.get(outputs.device.type, 2**20) // (len(features) * max(num_positions, num_outputs)))
+    turns_sums = len(back) * num_outputs < num_positions and is_complete(features)
+    total = torch.zeros(num_outputs, num_features, dtype=torch.float64, device=outputs.device)
+    size = max(1, _ELEMENTS.get(outputs.device.type, 2**20) // (num_features * max(num_positions, num_outputs)))
     for start in range(0, uses[0].num_examples, size):
         some = slice(start, start + size)
-        columns = [] if turns_sums else [use.of(some).rotated(features) for use in uses]
+        columns = [] if turns_sums else [use.of(some).in_basis(features) for use in uses]
         for of_column in slopes:
-            turned = [outputs.T @ slope[some] for slope in of_column]
+            turned = [coordinates(outputs, slope[some]) for slope in of_column]
             if turns_sums:
                 sums = sum_of([use.of(some).sums(slope) for use, slope in zip(uses, turned, strict=True)]) @ features
             elif len(turned) == num_positions == 1:
@@ -102,6 +104,14 @@ def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, featur
                 sums = sum_of([slope @ column.mT for slope, column in zip(turned, columns, strict=True)])
             total += sums.square_().sum(dim=0).double()
     return total
+
+
+def _mean_outside(values: Tensor, basis: Tensor) -> Tensor:
+    """Return values (n, k + F) of coordinates in a basis (F, k) with the mean per dimension outside its span last, (n, k + 1)."""
+    if is_complete(basis):
+        return values
+    size, rank = basis.shape
+    return torch.cat([values[:, :rank], values[:, rank:].sum(dim=1, keepdim=True) / (size - rank)], dim=1)
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:

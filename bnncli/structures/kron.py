@@ -20,6 +20,12 @@ closed-form inverse and root (Sherman and Morrison 1950). With D = diag(s_i) + w
 1 + d |q|^2, L = W D^{-1/2} (I - g q q^T) W^T, g = (1 - c^{-1/2}) / |q|^2. This is exact for every prior, in bases that
 do not depend on it. As |v| = 1, c = sum_j v_j^2 (s_ij + bias precision) / (s_ij + weight precision), which loses no
 digits to cancellation when biases are nearly free.
+
+Large factors. With a rank k, a factor of more than 2 k rows is kept as its k leading eigenvectors V (F, k) and the mean
+of its other eigenvalues: V diag(a) V^T + m (I - V V^T). The trace is exact, unlike in the low-rank factors of
+Laplace-LoRA (Yang et al. 2024, arXiv:2308.13111), where m is 0 and the prior alone fills these directions. The factor is
+never formed: its products with 6 k random vectors are summed in the same pass, and give V by the method of Nystrom
+(Tropp et al. 2017, arXiv:1706.05736). In the coordinates V^T x and x - V V^T x all of the above holds unchanged.
 """
 
 from __future__ import annotations
@@ -51,10 +57,13 @@ from bnncli.structures.network_sums import (
     Columns,
     Matrix,
     Piece,
+    coordinates,
     diagonal_of,
     find_checked,
     forward,
+    from_coordinates,
     gradients,
+    is_complete,
     matrices_of,
     num_drawn,
     num_drawn_rest,
@@ -321,7 +330,10 @@ def _output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
 
 
 class NetworkKron:
-    """`hessian.kron.<weight>.values` (K, F), `.outputs` (K, K), `.features` (F, F), and `hessian.kron.rest`."""
+    """`hessian.kron.<weight>.values` (K, F), `.outputs` (K, K), `.features` (F, F), and `hessian.kron.rest`.
+
+    With a rank: see EigenLayers.
+    """
 
     order: ClassVar[int] = 40
     about: ClassVar[str] = "Kronecker factors of each layer"
@@ -342,9 +354,85 @@ class NetworkKron:
         return describe_factors("kron", hessian)
 
     @staticmethod
-    def num_elements(layout: ModuleLayout) -> int:
-        """Return F^2 + K^2 summed over layers, plus P."""
-        return sum(one.num_columns**2 + one.num_outputs**2 for one in matrices_of(layout)) + layout.num_params
+    def num_elements(layout: ModuleLayout, rank: int | None = None) -> int:
+        """Return F^2 + K^2 summed over layers, plus P; with a rank, 6 rank F for a large F."""
+        sides = (side for one in matrices_of(layout) for side in (one.num_columns, one.num_outputs))
+        return sum(side * (num_tests(side, rank) or side) for side in sides) + layout.num_params
+
+
+_TESTS = 6  # random test vectors per eigenvector of a large factor
+
+
+def num_tests(size: int, rank: int | None) -> int | None:
+    """Return the number of test vectors of a factor (size, size); None for one that is formed."""
+    return None if rank is None or size <= 2 * rank else min(size, _TESTS * rank)
+
+
+@dataclass
+class FactorSum:
+    """A sum of x x^T, (F, F), or of its products with test vectors where only leading eigenvectors are wanted.
+
+    Args:
+        total: (F, F), or times W, (F, l), float64.
+        rank: number of eigenvectors to keep.
+        test: W (F, l) float64; None if the sum is formed.
+        trace: of the sum, if it is not formed.
+    """
+
+    total: Tensor
+    rank: int | None
+    test: Tensor | None
+    trace: Tensor
+
+    @classmethod
+    def empty(cls, size: int, rank: int | None, device: torch.device) -> FactorSum:
+        """Return zeros."""
+        count = num_tests(size, rank)
+        generator = torch.Generator().manual_seed(size)
+        test = None if count is None else torch.randn(size, count, generator=generator, dtype=torch.float64).to(device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        return cls(zeros(size, count or size), rank, test, zeros(()))
+
+    def add_inputs(self, use: Any) -> int:
+        """Add the inputs of one use; returns their number."""
+        if self.test is None:
+            gram, count = use.gram()
+            self.total += gram
+        else:
+            products, trace, count = use.sketch(self.test)
+            self.total += products
+            self.trace += trace
+        return int(count)
+
+    def add(self, columns: Tensor) -> None:
+        """Add X X^T of columns X (F, n)."""
+        if self.test is None:
+            self.total += (columns @ columns.T).double()
+        else:
+            self.total += (columns @ (columns.T @ self.test.to(columns))).double()
+            self.trace += columns.square().sum(dtype=torch.float64)
+
+    def times(self, scale: float) -> FactorSum:
+        """Return the sum times a number."""
+        return replace(self, total=self.total * scale, trace=self.trace * scale)
+
+    def eigenvectors(self, what: str) -> tuple[Tensor, Tensor]:
+        """Return eigenvalues (F,) and vectors (F, F); of a sum that is not formed (k + 1,), the last for all others, and (F, k).
+
+        Raises:
+            NumericError: the sum is not finite.
+        """
+        if self.test is None:
+            return eigenvectors(self.total, what=what)
+        assert self.rank is not None
+        core = self.test.T @ self.total
+        values, vectors = eigenvectors((core + core.T) / 2, what=what)
+        is_large = values > len(self.total) * torch.finfo(torch.float64).eps * values[-1]
+        roots = torch.where(is_large, values.clamp(min=torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
+        basis, sizes, _ = torch.linalg.svd(self.total @ (vectors * roots), full_matrices=False)
+        leading = sizes[: self.rank].square()
+        rest = (self.trace - leading.sum()).clamp(min=0) / (len(self.total) - self.rank)
+        return torch.cat([leading, rest.unsqueeze(0)]), basis[:, : self.rank]
 
 
 @dataclass(frozen=True)
@@ -352,9 +440,9 @@ class Basis:
     """Eigenvectors of the factors of one layer.
 
     Args:
-        outputs: U (K, K).
-        features: V (F, F).
-        values: (K, F), products of their eigenvalues.
+        outputs: U (K, K), or the leading ones.
+        features: V (F, F), likewise.
+        values: (K, F), products of their eigenvalues; of leading vectors (k + 1, ...), with the mean of the others last.
     """
 
     outputs: Tensor
@@ -368,15 +456,15 @@ class LayerFactors:
 
     Args:
         matrices: the layers.
-        features: by weight name, the mean of x x^T, (F, F).
-        outputs: by weight name, the sum of g g^T, (K, K).
+        features: by weight name, the mean of x x^T.
+        outputs: by weight name, the sum of g g^T.
         rest: diagonal of all other parameters.
         num_drawn: random columns per example used for the factors or the rest; 0 for all columns.
     """
 
     matrices: list[Matrix]
-    features: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    features: dict[str, FactorSum]
+    outputs: dict[str, FactorSum]
     rest: Tensor
     num_drawn: int
 
@@ -389,7 +477,7 @@ class LayerFactors:
             layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)]
         )
         matrices = [piece for piece in pieces if isinstance(piece, Matrix)]
-        sums = _LayerSums.empty(matrices, layout.num_params, target.device)
+        sums = _LayerSums.empty(matrices, layout.num_params, target.device, target.choice.rank)
         sums.add_all(target, theta, pieces)
         known = {part.name for piece in pieces for part in piece.parts}
         others = [part for part in layout.parts if part.name not in known]
@@ -402,8 +490,8 @@ class LayerFactors:
         scale = target.likelihood_scale
         return cls(
             matrices,
-            {name: total / sums.positions[name] for name, total in sums.features.items()},
-            {name: total * scale for name, total in sums.outputs.items()},
+            {name: total.times(1 / sums.positions[name]) for name, total in sums.features.items()},
+            {name: total.times(scale) for name, total in sums.outputs.items()},
             torch.cat(rest) * scale if rest else sums.diagonal[:0],
             max(num_drawn(target), drawn_rest),
         )
@@ -413,8 +501,8 @@ class LayerFactors:
         found = {}
         for name, factor in self.features.items():
             what = f"the Kronecker factors of {name}"
-            feature_values, features = eigenvectors(factor, what=what)
-            output_values, outputs = eigenvectors(self.outputs[name], what=what)
+            feature_values, features = factor.eigenvectors(what)
+            output_values, outputs = self.outputs[name].eigenvectors(what)
             values = torch.outer(output_values.clamp(min=0), feature_values.clamp(min=0))
             found[name] = Basis(outputs.contiguous(), features.contiguous(), values)
         return found
@@ -445,29 +533,25 @@ class _LayerSums:
     """Sums over examples and positions, float64.
 
     Args:
-        features: by weight name, the sum of x x^T (F, F).
-        outputs: by weight name, the sum of g g^T (K, K).
+        features: by weight name, the sum of x x^T.
+        outputs: by weight name, the sum of g g^T.
         positions: by weight name, the number of x.
         diagonal: (P,), sums of squared gradients of scales.
     """
 
-    features: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    features: dict[str, FactorSum]
+    outputs: dict[str, FactorSum]
     positions: dict[str, int]
     diagonal: Tensor
 
     @classmethod
-    def empty(cls, matrices: Sequence[Matrix], num_params: int, device: torch.device) -> _LayerSums:
-        """Return zeros."""
-
-        def zeros(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.float64, device=device)
-
+    def empty(cls, matrices: Sequence[Matrix], num_params: int, device: torch.device, rank: int | None) -> _LayerSums:
+        """Return zeros; with a rank, only the leading eigenvectors of large factors can be found."""
         return cls(
-            {one.name: zeros(one.num_columns, one.num_columns) for one in matrices},
-            {one.name: zeros(one.num_outputs, one.num_outputs) for one in matrices},
+            {one.name: FactorSum.empty(one.num_columns, rank, device) for one in matrices},
+            {one.name: FactorSum.empty(one.num_outputs, rank, device) for one in matrices},
             {one.name: 0 for one in matrices},
-            zeros(num_params),
+            torch.zeros(num_params, dtype=torch.float64, device=device),
         )
 
     def add_all(self, target: NetworkTarget, theta: Tensor, pieces: Sequence[Piece]) -> None:
@@ -478,15 +562,12 @@ class _LayerSums:
             logits, noted = forward(target.layout, theta, target.inputs[rows].to(target.device), pieces)
             for name in self.features:
                 for use, _ in noted[name]:
-                    gram, count = use.gram()
-                    self.features[name] += gram
-                    self.positions[name] += count
+                    self.positions[name] += self.features[name].add_inputs(use)
             for column, is_last in columns.of(logits, rows):
                 for name, pairs in gradients(logits, noted, column, is_last=is_last).items():
                     if name in self.outputs:
                         for use, gradient in pairs:
-                            slopes = use.outputs(gradient).transpose(0, 1).flatten(1)
-                            self.outputs[name] += (slopes @ slopes.T).double()
+                            self.outputs[name].add(use.outputs(gradient).transpose(0, 1).flatten(1))
                     else:
                         slopes = sum(use.per_example(gradient) for use, gradient in pairs)
                         self.diagonal[places[name]] += slopes.square().sum(dim=0, dtype=torch.float64)
@@ -511,8 +592,9 @@ class InEigenbasis:
     """(W diag(s) W^T + Lambda)^{-1} over the parameters of one layer.
 
     Args:
-        values: s, (K, F), not negative.
-        output_basis, feature_basis: U (K, K) and V (F, F), orthogonal.
+        values: s, (K, F), not negative; of bases that are not complete, with one more row or column, for what is
+            outside their span.
+        output_basis, feature_basis: U (K, K) and V (F, F), orthogonal, or the leading columns of these.
         weight_precision, bias_precision: prior precisions.
         layout: position of the augmented matrix (K, F) in the layer's parameters.
     """
@@ -528,7 +610,7 @@ class InEigenbasis:
     @property
     def num_params(self) -> int:
         """Number of parameters of the layer."""
-        return self.values.numel()
+        return len(self.output_basis) * len(self.feature_basis)
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """Return z L^T, (S, P)."""
@@ -553,19 +635,22 @@ class InEigenbasis:
 
     @property
     def variances(self) -> Tensor | None:
-        """Variances of the coordinates in the bases, (K, F); None if they are correlated."""
+        """Variances of the coordinates, (K, F), see `coordinates`; None if they are correlated."""
         return self._scales.square() if self._own_bias is None else None
 
     def widest(self, count: int) -> Tensor | None:
-        """Return the widest products of basis vectors, (P, K) float64; None if coordinates are correlated."""
-        if self.variances is None:
+        """Return the widest products of basis vectors, (P, K) float64; None if coordinates are correlated or bases not complete."""
+        if self.variances is None or not (is_complete(self.output_basis) and is_complete(self.feature_basis)):
             return None
         return self._from_basis(largest_coordinates(self.variances, count)).T.double()
 
     def log_det_scale(self) -> float:
         """Return log|det L|."""
-        value = float(self._scales.double().log().sum())
-        return value if self._own_bias is None else value - 0.5 * float(self._own_bias.growth.double().log().sum())
+        outputs, features = _dimensions_of(self.output_basis), _dimensions_of(self.feature_basis)
+        value = float(outputs @ self._scales.double().log() @ features)
+        if self._own_bias is None:
+            return value
+        return value - 0.5 * float(outputs @ self._own_bias.growth.double().log()[:, 0])
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return `values` (K, F), `outputs` (K, K) and `features` (F, F), float64, without the prior."""
@@ -582,7 +667,12 @@ class InEigenbasis:
     @cached_property
     def _scales(self) -> Tensor:
         """D^{-1/2}, (K, F)."""
-        return (self.values + self.weight_precision).rsqrt()
+        return (self._curvature + self.weight_precision).rsqrt()
+
+    @cached_property
+    def _curvature(self) -> Tensor:
+        """The value of each coordinate, (K, F)."""
+        return _repeat_last(_repeat_last(self.values, self.feature_basis).mT, self.output_basis).mT
 
     @cached_property
     def _own_bias(self) -> _RankOne | None:
@@ -590,7 +680,10 @@ class InEigenbasis:
         difference = self.bias_precision - self.weight_precision
         if difference == 0 or not self.layout.has_bias:
             return None
-        values, last = self.values.double(), self.feature_basis[-1].double()
+        basis = self.feature_basis.double()
+        bias = torch.zeros(len(basis), 1, dtype=basis.dtype, device=basis.device)
+        bias[-1] = 1
+        values, last = self._curvature.double(), coordinates(basis, bias)[:, 0]
         direction = (values + self.weight_precision).rsqrt() * last
         length = direction.square().sum(dim=1, keepdim=True)
         lifted = (values + self.bias_precision) / (values + self.weight_precision)
@@ -607,11 +700,32 @@ class InEigenbasis:
 
     def _to_basis(self, x: Tensor) -> Tensor:
         """Return W^T x, (S, K, F)."""
-        return self.output_basis.T @ self.layout.augment(x.to(self.values)) @ self.feature_basis
+        turned = coordinates(self.output_basis, self.layout.augment(x.to(self.values)))
+        if is_complete(self.feature_basis):
+            return turned @ self.feature_basis
+        return coordinates(self.feature_basis, turned.mT).mT
 
     def _from_basis(self, rotated: Tensor) -> Tensor:
         """Return W x, (S, P)."""
-        return self.layout.flatten(self.output_basis @ rotated @ self.feature_basis.T)
+        columns = from_coordinates(self.output_basis, rotated)
+        if is_complete(self.feature_basis):
+            return self.layout.flatten(columns @ self.feature_basis.T)
+        return self.layout.flatten(from_coordinates(self.feature_basis, columns.mT).mT)
+
+
+def _repeat_last(values: Tensor, basis: Tensor) -> Tensor:
+    """Return values (n, k + 1) of a basis (F, k) with the last once per coordinate outside its span, (n, k + F)."""
+    if is_complete(basis):
+        return values
+    size, rank = basis.shape
+    return torch.cat([values[:, :rank], values[:, rank:].expand(-1, size)], dim=1)
+
+
+def _dimensions_of(basis: Tensor) -> Tensor:
+    """Return the number of dimensions that each coordinate in a basis (F, k) stands for, float64; they sum to F."""
+    size, rank = basis.shape
+    ones = torch.ones(rank, dtype=torch.float64, device=basis.device)
+    return ones if is_complete(basis) else torch.cat([ones, ones.new_full((size,), (size - rank) / size)])
 
 
 def largest_coordinates(variances: Tensor, count: int) -> Tensor:
@@ -626,7 +740,8 @@ class EigenLayers(InLayers):
 
     H has parts `hessian.<structure>.<weight's name>.` with `values` (K, F), `outputs` (K, K) and `features` (F, F), for
     a weight as a matrix, and for its bias if F is one more than the number of columns; and `hessian.<structure>.rest`,
-    the diagonal of all other parameters, in theta order. A file stores these parts and the prior.
+    the diagonal of all other parameters, in theta order. Of a large factor with a rank k, `features` is (F, k) and
+    `values` (K, k + 1); likewise `outputs`. A file stores these parts and the prior.
     """
 
     @classmethod
@@ -646,13 +761,14 @@ class EigenLayers(InLayers):
                 taken += size
                 continue
             own = HeadLayout(part.shape[0], math.prod(part.shape[1:]), has_bias=False)
-            has_bias = values.shape[1] == own.num_features + 1
+            features = stored[f"{prefix}.{part.name}.features"]
+            has_bias = len(features) == own.num_features + 1
             last = next(parts) if has_bias else part
             pieces.append(
                 InEigenbasis(
                     values.clamp(min=0),
                     stored[f"{prefix}.{part.name}.outputs"],
-                    stored[f"{prefix}.{part.name}.features"],
+                    features,
                     float(precisions[part.offset]),
                     float(precisions[last.offset]),
                     HeadLayout(own.num_outputs, own.num_features, has_bias=has_bias),

@@ -139,7 +139,7 @@ class NetworkLowRank:
         values, vectors = largest_eigenpairs(
             lambda vector: multiply(vector.unsqueeze(0))[0],
             size,
-            min(target.choice.rank, size),
+            min(target.choice.low_rank, size),
             generator,
             target.device,
         )

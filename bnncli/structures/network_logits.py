@@ -22,7 +22,16 @@ from bnncli.parameters.layouts import ParamPart
 from bnncli.parameters.module import ModuleLayout
 from bnncli.structures import Covariance
 from bnncli.structures.logits import Pulled
-from bnncli.structures.network_sums import Piece, find_checked, forward, gradients, matrices_of, place_of, scales_of
+from bnncli.structures.network_sums import (
+    Piece,
+    coordinates,
+    find_checked,
+    forward,
+    gradients,
+    matrices_of,
+    place_of,
+    scales_of,
+)
 from bnncli.system.signals import raise_if_interrupted
 from bnncli.targets.blocks import slices
 
@@ -198,13 +207,13 @@ class MatrixDerivatives(NamedTuple):
     uses: list[tuple[Any, Tensor]]
 
     def in_bases(self, outputs: Tensor | None = None, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return U^T g, (n, K, outputs, T), and V^T x, (n, F, T), of output gradients g and inputs x."""
+        """Return the coordinates of output gradients g in U, (n, K, outputs, T), and of inputs x in V, (n, F, T)."""
         slopes, columns = [], []
         for use, of in self.uses:
-            columns.append(use.columns() if features is None else use.rotated(features.to(of)))
+            columns.append(use.columns() if features is None else use.in_basis(features.to(of)))
             slopes.append(use.outputs(of.flatten(0, 1)).unflatten(0, of.shape[:2]))
         back, going = (one[0] if len(one) == 1 else torch.cat(one, dim=-1) for one in (slopes, columns))
-        return (back if outputs is None else outputs.to(back).T @ back), going
+        return (back if outputs is None else coordinates(outputs.to(back), back)), going
 
     @property
     def has_bias(self) -> bool:

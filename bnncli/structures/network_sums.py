@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import ParamPart, consecutive_parts
 from bnncli.system.signals import raise_if_interrupted
+from bnncli.targets.blocks import slices
 from bnncli.targets.curvature_choice import FISHER
 
 if TYPE_CHECKING:
@@ -227,6 +228,29 @@ def _noting(of: list[tuple[Any, Any]], piece: Piece) -> Callable[..., None]:
     return note
 
 
+def is_complete(basis: Tensor) -> bool:
+    """Return whether orthonormal columns (F, k) span everything."""
+    return basis.shape[0] == basis.shape[1]
+
+
+def coordinates(basis: Tensor, x: Tensor) -> Tensor:
+    """Return the coordinates of columns x (..., F, n) in a basis V (F, k): V^T x, and if k < F also x - V V^T x, (..., k + F, n).
+
+    These are more numbers than F, but lengths and angles stay: a covariance that is isotropic outside the span of V is
+    diagonal in them.
+    """
+    turned = basis.T @ x
+    return turned if is_complete(basis) else torch.cat([turned, x - basis @ turned], dim=-2)
+
+
+def from_coordinates(basis: Tensor, values: Tensor) -> Tensor:
+    """Return the columns (..., F, n) that have these coordinates."""
+    if is_complete(basis):
+        return basis @ values
+    inside, rest = values.split([basis.shape[1], basis.shape[0]], dim=-2)
+    return basis @ inside + rest
+
+
 _PATCHES = 2**21  # numbers in the patches extracted at once
 _BANDS = 3  # row bands of a product X X^T, each computed from the diagonal on
 
@@ -292,8 +316,25 @@ class MatrixUse:
         rows = self.inputs.reshape(-1, self.inputs.shape[-1])
         return self._with_ones(_gram(rows.T), rows.sum(dim=0), len(rows)), len(rows)
 
+    def sketch(self, test: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return the sums of x x^T W, (F, l) float64, and of |x|^2, and the number of terms, for test vectors W (F, l)."""
+        each = self.of(slice(0, 1)).columns()[0]
+        total, trace = test.new_zeros(test.shape, dtype=torch.float64), test.new_zeros((), dtype=torch.float64)
+        for some in slices(0, self.num_examples, max(1, _PATCHES // each.numel())):
+            columns = self.of(some).columns().transpose(0, 1).flatten(1)
+            total += (columns @ (columns.T @ test.to(columns))).double()
+            trace += columns.square().sum(dtype=torch.float64)
+        return total, trace, self.num_examples * each.shape[1]
+
+    def in_basis(self, basis: Tensor) -> Tensor:
+        """Return the coordinates of (x, 1) at each position, (n, F, T), in a basis V (F, k); see `coordinates`."""
+        turned = self.rotated(basis)
+        if is_complete(basis):
+            return turned
+        return torch.cat([turned, self.columns() - basis @ turned], dim=1)
+
     def rotated(self, basis: Tensor) -> Tensor:
-        """Return V^T (x, 1) at each position, (n, F, T), for V (F, F)."""
+        """Return V^T (x, 1) at each position, (n, k, T), for V (F, k)."""
         turned = self.inputs.reshape(len(self.inputs), -1, self.inputs.shape[-1]) @ basis[: self.inputs.shape[-1]]
         return (turned + basis[-1] if self.has_bias else turned).mT
 
@@ -356,9 +397,9 @@ class PatchesUse(MatrixUse):
         return self._patches(self._padded())
 
     def rotated(self, basis: Tensor) -> Tensor:
-        """Return V^T (x, 1) at each position, (n, F, T), for V (F, F): a convolution with the columns of V."""
+        """Return V^T (x, 1) at each position, (n, k, T), for V (F, k): a convolution with the columns of V."""
         module = self.module
-        weight = basis[: len(basis) - self.has_bias].T.reshape(len(basis), -1, *module.kernel_size)
+        weight = basis[: len(basis) - self.has_bias].T.reshape(basis.shape[1], -1, *module.kernel_size)
         bias = basis[-1] if self.has_bias else None
         convolve = getattr(torch.nn.functional, f"conv{len(module.kernel_size)}d")
         turned: Tensor = convolve(self._padded(), weight, bias, module.stride, 0, module.dilation)

@@ -11,6 +11,7 @@ GGN, HESSIAN, FISHER = KINDS = ("ggn", "hessian", "fisher")
 
 DEFAULT_RANK = 50
 DEFAULT_SIZE = 1000
+RANKED = ("low-rank", "kron", "ekfac")  # structures of a network that keep a number of eigenvectors
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,26 @@ class CurvatureChoice:
     Args:
         kind: ggn, generalised Gauss-Newton matrix; hessian, all second derivatives; fisher, sum of outer products of
             each example's gradient at its label (empirical Fisher matrix).
-        rank: eigenvectors kept by the structure low-rank.
+        rank: eigenvectors kept by the structure low-rank, by default 50, and of each large Kronecker factor, by default all.
         size: parameters of the structure subnetwork.
     """
 
     kind: str = GGN
-    rank: int = DEFAULT_RANK
+    rank: int | None = None
     size: int = DEFAULT_SIZE
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}; got {self.kind!r}")
         for name in ("rank", "size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+
+    @property
+    def low_rank(self) -> int:
+        """Return the number of eigenvectors of the structure low-rank."""
+        return self.rank or DEFAULT_RANK
 
 
 USUAL = CurvatureChoice()

@@ -476,20 +476,24 @@ def test_kinds_and_ranks_are_fitted_and_recorded(cli: Cli, checkpoint_curvatures
         ("ggn", ()),
         ("diag-fisher", ("--curvature", "fisher", "--structure", "diag")),
         ("low-rank", ("--structure", "low-rank", "--rank", "4")),
+        ("thin-kron", ("--structure", "kron", "--rank", "1")),
     ):
         done = cli(*FIT_CURVATURES, *GIVEN, *words, "--trust-code", "--name", name).expect(0)
         assert ("4 largest eigenvalues" in done.stderr) == (name == "low-rank")
         assert "(the effective number)" in done.stderr
-    metas = {name: meta_of(name) for name in ("ggn", "diag-fisher", "low-rank")}
-    assert [meta["curvature"] for meta in metas.values()] == ["ggn", "fisher", "ggn"]
-    assert [meta["structure"] for meta in metas.values()] == ["full", "diag", "low-rank"]
+    metas = {name: meta_of(name) for name in ("ggn", "diag-fisher", "low-rank", "thin-kron")}
+    assert [meta["curvature"] for meta in metas.values()] == ["ggn", "fisher", "ggn", "ggn"]
+    assert [meta["structure"] for meta in metas.values()] == ["full", "diag", "low-rank", "kron"]
+    stored = load_file("ckpt.pt.bnn/posteriors/thin-kron.safetensors")
+    assert {tuple(one.shape)[1] for name, one in stored.items() if name.endswith(".features")} == {1}
+    cli("predict", "ckpt.pt", "--posterior", "thin-kron", "--split", "val", "--trust-code").expect(0)
     assert metas["low-rank"]["metrics"]["rank"] == 4
     assert 0 < metas["low-rank"]["metrics"]["captured_trace"] <= 1
     assert all(0 < meta["metrics"]["effective_params"] < 23 for meta in metas.values())
     alone = cli("fit-laplace", "ckpt.pt", "--layers", "1.bias+3", *GIVEN, "--structure", "kron", "--trust-code")
     assert "3 of 11 parameters have no Kronecker factors and use only their diagonal" in alone.stderr
     nll = {name: meta["metrics"]["val_nll_laplace"] for name, meta in metas.items()}
-    assert len(set(nll.values())) == 3
+    assert len(set(nll.values())) == 4
 
 
 def test_a_subnetwork_is_fitted_and_predicts_and_its_parameters_are_told(cli: Cli, checkpoint_curvatures: Path) -> None:
@@ -642,7 +646,7 @@ def test_too_large_fits_are_refused(cli: Cli, checkpoint_curvatures: Path, monke
         (("--curvature", "hessian", "--structure", "diag"), "expected full or subnetwork; got 'diag'"),
         (("--curvature", "fisher", "--center", "mode"), "works only with --center checkpoint"),
         (("--precision-per", "layer", "--prior-precision", "val"), "by marginal likelihood"),
-        (("--rank", "3"), "is for --structure low-rank"),
+        (("--rank", "3"), "--rank is for --structure low-rank, kron, ekfac with --layers all or a pattern"),
         (("--size", "3"), "is for --structure subnetwork"),
         ((*SUBNETWORK, "--draws", "3"), "drop --curvature and --structure subnetwork"),
         ((*SUBNETWORK, "--bias-precision", "3"), "give --prior-precision a number"),

@@ -61,6 +61,18 @@ def test_a_block_of_a_gpu_leaves_room_for_the_rest(monkeypatch: pytest.MonkeyPat
     assert plan.automatic_structure(torch.device("cuda")) == "full"
 
 
+def test_factors_that_do_not_fit_whole_are_advised_to_keep_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(6000, 2, bias=False), nn.Tanh(), nn.Linear(2, 3)).eval()
+    layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=3, input_shape=(6000,))
+    plan = NetworkPlan(layout, 60, 0, CurvatureChoice(), STRUCTURES, is_search=False)
+    for name in ("inference.memory", "system.memory"):
+        monkeypatch.setattr(f"bnncli.{name}.budget", lambda device: 300 << 20)
+    with pytest.raises(DeviceError, match="a kron covariance with 12,009 parameters") as caught:
+        plan.require_fit("kron", CPU)
+    assert caught.value.hint == "add \0rank\0 64 to \0structure\0 kron, which fits"
+    assert dataclasses.replace(plan, choice=CurvatureChoice(rank=64)).require_fit("kron", CPU) < 300 << 20
+
+
 def test_chains_and_flows_take_what_is_held_of_each() -> None:
     layout = make_layout()
     plan = NetworkDraws(layout, 60, 20, base_bytes=1000)

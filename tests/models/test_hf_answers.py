@@ -15,6 +15,7 @@ from problems.optional_libraries import library
 from bnncli.artifacts.features import read_features
 from bnncli.models import ModelRequest, open_model
 from bnncli.models.answers import Question, find_answer_tokens
+from bnncli.session.network_splits import share_weights
 
 torch = library("torch")
 transformers = library("transformers")
@@ -245,7 +246,13 @@ def test_an_adapter_of_a_language_model_is_merged_or_apart(tmp_path: Path, cli: 
         expected = torch.stack([network(input_ids=torch.tensor([row])).logits[0, -1, ids] for row in rows])
     opened: Any = open_model(f"peft:{folder}", ModelRequest({"answers": ANSWERS}, base_model=str(base)))
     inputs = {name: torch.from_numpy(value) for name, value in opened.transform(TEXTS).inputs.items()}
-    for made in (opened.build(None), opened.build_apart()):
+    merged, apart = opened.build(None), opened.build_apart()
+    share_weights(apart, merged)
+    shared = {one.data_ptr() for one in merged.parameters()}
+    own = [name for name, one in apart.named_parameters() if one.data_ptr() not in shared]
+    assert own
+    assert all(".base_layer." in name or ".lora_" in name for name in own)
+    for made in (merged, apart):
         with torch.no_grad():
             torch.testing.assert_close(made(**inputs), expected, atol=1e-4, rtol=0)
     run, words = (

@@ -19,7 +19,7 @@ from bnncli.parameters.module import ModuleLayout, ModuleNetwork, module_places
 from bnncli.parameters.prior import Prior
 from bnncli.structures import Covariance, diag, ggn, network_sums
 from bnncli.structures.directions import Subspace
-from bnncli.structures.kron import InEigenbasis
+from bnncli.structures.kron import FactorSum, InEigenbasis, LayerFactors
 from bnncli.structures.kron import LastLayerKron as HeadKron
 from bnncli.structures.network_sums import Matrix, find_checked, matrices_of, scales_of
 from bnncli.targets.curvature_choice import CurvatureChoice
@@ -30,6 +30,8 @@ K = 3
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERED = ("block", "ekfac", "kron")
 every_layered = pytest.mark.parametrize("structure", LAYERED)
+RANKED = [*((one, None) for one in LAYERED), ("ekfac", 1), ("kron", 1), ("kron", 2)]
+every_ranked = pytest.mark.parametrize(("structure", "rank"), RANKED)
 
 
 class Twice(nn.Module):
@@ -74,7 +76,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def make_target(
-    name: str = "mlp", pattern: str = "all", num_examples: int = 12, prior: Prior | None = None
+    name: str = "mlp",
+    pattern: str = "all",
+    num_examples: int = 12,
+    prior: Prior | None = None,
+    rank: int | None = None,
 ) -> NetworkTarget:
     build, shape = MODULES[name]
     with torch.random.fork_rng():
@@ -83,7 +89,8 @@ def make_target(
     inputs = torch.randn(num_examples, *shape, generator=seeded(1), dtype=torch.float64)
     layout = ModuleLayout.of(network, pattern, num_outputs=K, input_shape=shape)
     labels = torch.randint(0, K, (num_examples,), generator=seeded(2))
-    return NetworkTarget(inputs, labels, layout, prior or Prior(2.0))
+    choice = CurvatureChoice(rank=rank)
+    return NetworkTarget(inputs, labels, layout, prior or Prior(2.0), choice=choice)
 
 
 def at(target: NetworkTarget) -> Tensor:
@@ -125,15 +132,28 @@ def dense(target: NetworkTarget, parts: dict[str, Tensor], structure: str) -> Te
             taken += size
             continue
         values, outputs, features = (parts[f"{prefix}.{name}"] for name in ("values", "outputs", "features"))
-        basis = torch.kron(outputs, features)
+        values = completed_values(completed_values(values, features).T, outputs).T
+        basis = torch.kron(completed(outputs), completed(features))
         columns = torch.arange(part.offset, part.place.stop).view(part.shape[0], -1)
-        if values.shape[1] > columns.shape[1]:
+        if len(features) > columns.shape[1]:
             bias = layout.parts[index]
             columns = torch.cat([columns, torch.arange(bias.offset, bias.place.stop).unsqueeze(1)], dim=1)
             index += 1
         own = columns.flatten()
         total[own[:, None], own] = basis @ values.flatten().diag() @ basis.T
     return total
+
+
+def completed(basis: Tensor) -> Tensor:
+    """Orthonormal columns (F, k) and others, (F, F)."""
+    beside = torch.linalg.svd(basis)[0][:, basis.shape[1] :]
+    return torch.cat([basis, beside], dim=1)
+
+
+def completed_values(values: Tensor, basis: Tensor) -> Tensor:
+    """Values (n, k + 1) along a basis (F, k), the last for each of the others, (n, F)."""
+    size, rank = basis.shape
+    return torch.cat([values[:, :rank], values[:, rank:].expand(-1, size - rank)], dim=1)
 
 
 class ChannelsFirst(nn.LayerNorm):
@@ -330,9 +350,9 @@ def test_nearly_free_biases_of_outputs_without_curvature_have_the_priors_varianc
 
 
 @pytest.mark.parametrize("prior", [Prior(2.0), Prior(2.0, 0.3), Prior(0.5, 4.0)], ids=str)
-@every_layered
-def test_the_root_squares_to_the_inverse_precision(structure: str, prior: Prior) -> None:
-    target = make_target("conv", prior=prior)
+@every_ranked
+def test_the_root_squares_to_the_inverse_precision(structure: str, rank: int | None, prior: Prior) -> None:
+    target = make_target("conv", prior=prior, rank=rank)
     parts = hessian_of(target, structure)
     sigma = covariance_of(target, structure)
     precision = dense(target, parts, structure) + prior.diagonal(target.layout).diag()
@@ -342,9 +362,9 @@ def test_the_root_squares_to_the_inverse_precision(structure: str, prior: Prior)
 
 
 @pytest.mark.parametrize("prior", [Prior(2.0), Prior(2.0, 0.3)], ids=str)
-@every_layered
-def test_whitening_pulling_back_and_storage_belong_to_the_root(structure: str, prior: Prior) -> None:
-    target = make_target("twice", prior=prior)
+@every_ranked
+def test_whitening_pulling_back_and_storage_belong_to_the_root(structure: str, rank: int | None, prior: Prior) -> None:
+    target = make_target("twice", prior=prior, rank=rank)
     sigma = covariance_of(target, structure)
     z = torch.randn(3, target.layout.num_params, generator=seeded(4), dtype=torch.float64)
     root = sigma.unwhiten(torch.eye(target.layout.num_params)).T
@@ -357,9 +377,10 @@ def test_whitening_pulling_back_and_storage_belong_to_the_root(structure: str, p
     torch.testing.assert_close(single.unwhiten(z).double(), sigma.unwhiten(z), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("name", MODULES)
-def test_ekfac_is_the_blocks_diagonal_in_the_factors_eigenbasis(name: str) -> None:
-    target = make_target(name)
+def test_ekfac_is_the_blocks_diagonal_in_the_factors_eigenbasis(name: str, rank: int | None) -> None:
+    target = make_target(name, rank=rank)
     parts = hessian_of(target, "ekfac")
     full = hessian_of(target, "full")["hessian.full"]
     for matrix in matrices_in(target):
@@ -367,12 +388,19 @@ def test_ekfac_is_the_blocks_diagonal_in_the_factors_eigenbasis(name: str) -> No
             parts[f"hessian.ekfac.{matrix.name}.{key}"] for key in ("values", "outputs", "features")
         )
         own = in_matrix_order(matrix)
-        basis = torch.kron(outputs, features)
-        expected = (basis.T @ full[own[:, None], own] @ basis).diagonal()
-        torch.testing.assert_close(values.flatten(), expected)
+        basis = torch.kron(completed(outputs), completed(features))
+        expected = (basis.T @ full[own[:, None], own] @ basis).diagonal().view(matrix.num_outputs, -1)
+        expected = with_mean_of_rest(with_mean_of_rest(expected, features).T, outputs).T
+        torch.testing.assert_close(values, expected)
     kron = hessian_of(target, "kron")
     if "hessian.kron.rest" in kron:
         torch.testing.assert_close(parts["hessian.ekfac.rest"], kron["hessian.kron.rest"])
+
+
+def with_mean_of_rest(values: Tensor, basis: Tensor) -> Tensor:
+    """Values (n, F) along a completed basis (F, k), with the mean of those that completed it, (n, k + 1)."""
+    size, rank = basis.shape
+    return values if size == rank else torch.cat([values[:, :rank], values[:, rank:].mean(dim=1, keepdim=True)], dim=1)
 
 
 def in_matrix_order(matrix: Matrix) -> Tensor:
@@ -444,25 +472,27 @@ def test_what_was_drawn_and_what_has_a_diagonal_is_told() -> None:
 def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("conv")
     whole = {structure: hessian_of(target, structure) for structure in LAYERED}
+    whole["ranked"] = hessian_of(make_target("conv", rank=1), "kron")
     monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 8_000})
     monkeypatch.setattr("bnncli.structures.network_sums._PATCHES", 100)
     target = make_target("conv")
     assert target.rows_at_once(1, torch.float64) < 6
-    for structure, parts in whole.items():
-        again = hessian_of(target, structure)
-        torch.testing.assert_close(dense(target, again, structure), dense(target, parts, structure))
+    for name, parts in whole.items():
+        own, structure = (make_target("conv", rank=1), "kron") if name == "ranked" else (target, name)
+        again = hessian_of(own, structure)
+        torch.testing.assert_close(dense(own, again, structure), dense(own, parts, structure))
 
 
-@every_layered
-def test_on_a_gpu_it_is_made_and_kept_there(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_ranked
+def test_on_a_gpu_it_is_made_and_kept_there(structure: str, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_sums, "MOST_EXACT", 0)
     chosen = (
         ("sequence", "all") if structure == "block" else ("conv", "0+2+3+7")
     )  # vmap's own batch norm is not seen there
-    target = make_target(*chosen)
+    target = make_target(*chosen, rank=rank)
     expected = covariance_of(target, structure).unwhiten(torch.ones(1, target.layout.num_params))
     with pretend_cuda.pretend() as gpu:
-        there = make_target(*chosen)
+        there = make_target(*chosen, rank=rank)
         there.layout.network.module.to(gpu.device)
         there = replace(there, labels=there.labels.to(gpu.device))
         found = covariance_of(there, structure).unwhiten(torch.ones(1, target.layout.num_params, device=gpu.device))
@@ -513,6 +543,35 @@ def test_the_factor_of_many_inputs_is_their_mean_square() -> None:
         basis, values = parts[f"hessian.kron.{name}.features"], parts[f"hessian.kron.{name}.values"].sum(dim=0)
         found, expected = basis @ values.diag() @ basis.T, rows.T @ rows
         torch.testing.assert_close(found / found.trace(), expected / expected.trace())
+
+
+@pytest.mark.parametrize("decay", [0.5, 1.0, 2.0])
+def test_the_leading_eigenvectors_of_a_large_factor_are_nearly_the_best(decay: float) -> None:
+    size, rank = 300, 20
+    basis = torch.linalg.qr(normal(size, size, seed=1))[0]
+    factor = basis @ torch.arange(1, size + 1).double().pow(-decay).diag() @ basis.T
+    columns = torch.linalg.cholesky(factor)
+    total = FactorSum.empty(size, rank, torch.device("cpu"))
+    for some in columns.split(70, dim=1):
+        total.add(some)
+    values, vectors = total.eigenvectors("these")
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(rank, dtype=torch.float64))
+    assert float(values @ torch.tensor([1.0] * rank + [size - rank]).double()) == pytest.approx(float(factor.trace()))
+    found = completed(vectors) @ completed_values(values[None], vectors)[0].diag() @ completed(vectors).T
+    exact, own = torch.linalg.eigh(factor)
+    best = factor - own[:, -rank:] @ (exact[-rank:] - exact[:-rank].mean()).diag() @ own[:, -rank:].T
+    best -= exact[:-rank].mean() * torch.eye(size, dtype=torch.float64)
+    assert float((factor - found).norm()) < 1.5 * float(best.norm())
+
+
+def test_the_sum_over_inputs_and_test_vectors_is_that_of_their_factor() -> None:
+    whole, sketched = (make_target("conv", num_examples=40, rank=rank) for rank in (None, 1))
+    factors = [LayerFactors.of(target, at(target)) for target in (whole, sketched)]
+    for name, factor in factors[0].features.items():
+        found = factors[1].features[name]
+        assert found.test is not None
+        torch.testing.assert_close(found.total, factor.total @ found.test)
+        torch.testing.assert_close(found.trace, factor.total.trace())
 
 
 @every_layered

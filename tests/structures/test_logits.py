@@ -26,6 +26,7 @@ from bnncli.structures.logits import LogitCovariance, LogitGaussian, Pulled, hea
 from bnncli.structures.network_logits import keeping
 from bnncli.structures.row_space import WithinRows
 from bnncli.targets import blocks
+from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.row_space import RowSpace
@@ -141,12 +142,19 @@ MODULES = {
 SHAPE = (1, 2, 2)
 
 
-def make_gaussian(structure: str, module: str = "mlp", pattern: str = "all", prior: Prior | None = None) -> Gaussian:
+def make_gaussian(
+    structure: str,
+    module: str = "mlp",
+    pattern: str = "all",
+    prior: Prior | None = None,
+    rank: int | None = None,
+) -> Gaussian:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = ModuleNetwork(MODULES[module]().eval())
     layout = ModuleLayout.of(network, pattern, num_outputs=K, input_shape=SHAPE)
-    target = NetworkTarget(network_inputs(20, 1), torch.arange(20) % K, layout, prior or Prior(0.7))
+    choice = CurvatureChoice(rank=rank)
+    target = NetworkTarget(network_inputs(20, 1), torch.arange(20) % K, layout, prior or Prior(0.7), choice=choice)
     mean = layout.trained()
     hessian = ggn(target, mean, structure)
     covariance = registry.load_class("covariances", structure).from_hessian(hessian, target.prior, layout)
@@ -193,6 +201,16 @@ def test_moments_are_those_of_finite_differences(structure: str, module: str, mo
 @pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "block"])
 def test_so_are_those_of_some_parameters_and_under_two_precisions(structure: str, pattern: str, prior: Prior) -> None:
     check(make_gaussian(structure, "conv", pattern, prior))
+
+
+@pytest.mark.parametrize("prior", [Prior(0.7), Prior(0.7, 0.1)], ids=str)
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+def test_so_are_those_of_factors_of_one_eigenvector(structure: str, module: str, prior: Prior) -> None:
+    gaussian = make_gaussian(structure, module, prior=prior, rank=1)
+    bases = [part for name, part in gaussian.covariance.stored.items() if name.endswith(".outputs")]
+    assert any(len(basis) == K > basis.shape[1] for basis in bases)
+    check(gaussian)
 
 
 def test_single_precision_is_near() -> None:

@@ -30,6 +30,7 @@ from bnncli.targets.curvature_choice import (
     DEFAULT_SIZE,
     GGN,
     KINDS,
+    RANKED,
     STRUCTURE_FAMILIES,
     CurvatureChoice,
     kinds_of,
@@ -106,7 +107,8 @@ class FitLaplaceOptions(LayersOptions):
     )
     rank: int | None = option(
         None,
-        f"Number of eigenvectors kept by \0structure\0 low-rank. Default: {DEFAULT_RANK}.",
+        f"Number of eigenvectors kept by \0structure\0 low-rank (default: {DEFAULT_RANK}), or of each large Kronecker "
+        "factor by kron and ekfac with \0layers\0 (default: all).",
         minimum=1,
         numeric=False,
         group="Gaussian",
@@ -198,8 +200,8 @@ class FitLaplaceOptions(LayersOptions):
                     "\0precision_per\0 layer chooses all precisions by marginal likelihood: drop "
                     "\0bias_precision\0, and give \0prior_precision\0 marglik or nothing"
                 )
-        if self.rank is not None and self.structure != "low-rank":
-            raise UsageError("\0rank\0 is for \0structure\0 low-rank")
+        if self.rank is not None and (self.structure not in RANKED or self.is_last_layer):
+            raise UsageError(f"\0rank\0 is for \0structure\0 {', '.join(RANKED)} with \0layers\0 all or a pattern")
         if self.size is not None and self.structure != "subnetwork":
             raise UsageError("\0size\0 is for \0structure\0 subnetwork")
         if self.structure == "subnetwork":
@@ -235,7 +237,7 @@ class FitLaplaceOptions(LayersOptions):
     @property
     def curvature_choice(self) -> CurvatureChoice:
         """Return the kind of curvature and the sizes of its low-rank and subnetwork structures."""
-        return CurvatureChoice(self.curvature, self.rank or DEFAULT_RANK, self.size or DEFAULT_SIZE)
+        return CurvatureChoice(self.curvature, self.rank, self.size or DEFAULT_SIZE)
 
     @property
     def own_center(self) -> str:
@@ -254,7 +256,9 @@ class FitLaplaceOptions(LayersOptions):
         if self.precision_per == "layer":
             found["precision_per"] = self.precision_per
         if self.structure == "low-rank":
-            found["rank"] = self.curvature_choice.rank
+            found["rank"] = self.curvature_choice.low_rank
+        elif self.rank is not None:
+            found["rank"] = self.rank
         if self.draws is not None:
             found["draws"] = self.draws
         if self.structure == "subnetwork":
