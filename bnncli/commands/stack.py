@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.errors import DeviceError, UsageError
 from bnncli.evaluation.temperature import LabelledLogits, fit_temperature
 from bnncli.inference.prior_variants import stratified_folds
-from bnncli.inference.stacking import RefittedHead, refit_head, stacking_weights
+from bnncli.inference.stacking import RefittedHead, count_modes, refit_head, stacking_weights
 from bnncli.inference.structure_choice import NUM_FOLDS, fit_seconds
 from bnncli.lazy import torch
 from bnncli.names import percent
@@ -237,9 +237,9 @@ def _heads(
             theta, folds = (done[f"{name}.{part}"].to(rows.device) for part in ("theta", "folds"))
             heads.append(RefittedHead(name, theta, folds, float(done[f"{name}.precision"])))
         else:
-            task = run.console.task(f"refit to {name}", ways[name][1])
             targets = _targets(run, name, train, rows)
             given = precisions if name == "train+val" else None
+            task = run.console.task(f"refit to {name}", count_modes(len(targets), given))
             heads.append(refit_head(name, targets, rows.log_scores, task=task, precisions=given))
             resumable.offer(state)
         if name == "train":  # with val beside them these rows want about the same prior

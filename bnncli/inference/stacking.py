@@ -123,7 +123,7 @@ def refit_head(
             single one if no fold has rows of it.
         scores: returns log probabilities of the validation labels, each under the theta (K, P) of its fold, or all
             under one (1, P).
-        task: advances once per mode.
+        task: advances `count_modes` units.
         precisions: to try; by default decades from strong to weak priors until the score falls, then half decades
             around the best.
 
@@ -156,6 +156,7 @@ def refit_head(
             score = judge(10.0**decade)
             best, falls = max(best, score), 0 if score >= best else falls + 1
             if falls == _FALLS:
+                task.advance((len(_DECADES) - len(tried)) * len(places))  # not tried
                 break
         middle = max(tried, key=lambda precision: tried[precision])
         precisions = [middle * 10**0.5, middle / 10**0.5]
@@ -164,6 +165,12 @@ def refit_head(
     chosen = max(tried, key=lambda precision: tried[precision])
     folds = folds_at(chosen, _CLOSE)
     return RefittedHead(name, mode_at(0, chosen, _CLOSE), folds, chosen)
+
+
+def count_modes(num_targets: int, precisions: Sequence[float] | None) -> int:
+    """Return the largest number of modes that `refit_head` finds for so many targets."""
+    num_tried = len(_DECADES) + 2 if precisions is None else len(precisions)
+    return (num_tried + 1) * max(1, num_targets - 1) + 1
 
 
 def stacking_weights(log_scores: Tensor, *, smoothing: float = _SMOOTHING) -> Tensor:

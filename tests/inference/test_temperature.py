@@ -26,11 +26,10 @@ from bnncli.evaluation.temperature import (
     held_out_losses,
 )
 from bnncli.inference.prior_variants import stratified_folds
-from bnncli.inference.stacking import fit_shared_temperature, refit_head, stacking_weights
+from bnncli.inference.stacking import count_modes, fit_shared_temperature, refit_head, stacking_weights
 from bnncli.likelihoods import likelihood_of
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
-from bnncli.progress import SILENT
 from bnncli.targets.last_layer import LastLayerTarget
 
 
@@ -291,6 +290,15 @@ def test_a_member_that_is_best_everywhere_has_the_weight_and_complementary_ones_
     assert torch.isfinite(stacking_weights(torch.tensor([[-2000.0, -1.0], [-1.0, -2000.0]]))).all()
 
 
+class Units:
+    """A task that counts its units."""
+
+    done = 0
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self.done += amount
+
+
 def problem(rows: int = 300) -> tuple[Tensor, Tensor]:
     features = torch.randn(rows, 4, generator=seeded(), dtype=torch.float64)
     noise = torch.randn(rows, 3, generator=seeded(1), dtype=torch.float64)
@@ -312,7 +320,9 @@ def test_a_refitted_head_is_the_logistic_regression_whose_folds_predict_best() -
         heads = theta.view(-1, 3, 4)[folds.long()]
         return torch.log_softmax(torch.einsum("nd,nkd->nk", features, heads), dim=1)[torch.arange(300), labels]
 
-    found = refit_head("train", targets, log_probs, task=SILENT.task("", 0))
+    task = Units()
+    found = refit_head("train", targets, log_probs, task=task)
+    assert task.done == count_modes(len(targets), None)
     assert found.precision is not None
     np.testing.assert_allclose(found.theta.view(3, 4), fitted(every[0], found.precision), atol=0.02)
     for fold in range(5):
@@ -335,7 +345,9 @@ def test_rows_that_no_fold_has_are_fitted_once() -> None:
         return torch.zeros(10)
 
     target = LastLayerTarget(features, labels, layout, Prior(1.0))
-    found = refit_head("train", [target], log_probs, task=SILENT.task("", 0), precisions=[3.0])
+    task = Units()
+    found = refit_head("train", [target], log_probs, task=task, precisions=[3.0])
+    assert task.done == count_modes(1, [3.0])
     assert (found.precision, tuple(found.folds.shape)) == (3.0, (1, 12))
     assert set(seen) == {(1, 12)}
     torch.testing.assert_close(found.theta, found.folds[0])
