@@ -173,6 +173,12 @@ def read_inputs(split: InputSplit, module: nn.Module, *, progress: Progress = SI
     return _join_batches(packed, list(batch.inputs), module) if whole is None else whole
 
 
+_NO_PADDING_HINT = (
+    "set tokenizer.pad_token to a token that no text ends with, save the tokenizer in the model's folder, and extract the "
+    "features again"
+)
+
+
 def move_if_room(inputs: Tensor, device: torch.device) -> Tensor:
     """Move the inputs to the device if they leave enough room; otherwise leave them, to be moved block by block."""
     return inputs.to(device) if inputs.nbytes <= RESIDENT_SHARE * available_memory(device) else inputs
@@ -185,7 +191,8 @@ def pack_inputs(batch: Batch) -> Tensor:
         DataError: arguments differ in shape or are floats; or the network processes each audio clip without its padding.
     """
     if batch.lengths is not None and len({*batch.lengths}) > 1:
-        raise _unsupported_error("it processes each example without its padding")
+        hint = _NO_PADDING_HINT if has_tokens(batch.inputs) else None
+        raise _unsupported_error("it processes each example without its padding", hint)
     if not isinstance(batch.inputs, dict):
         return batch.inputs.float()
     parts = list(batch.inputs.values())
@@ -200,9 +207,9 @@ def has_tokens(inputs: Inputs) -> bool:
     return not any(part.is_floating_point() for part in parts)
 
 
-def _unsupported_error(why: str) -> DataError:
+def _unsupported_error(why: str, hint: str | None = None) -> DataError:
     message = f"\0layers\0: cannot read the network's inputs as one tensor: {why}; only its last layer is supported"
-    return DataError(message, code="unsupported_inputs")
+    return DataError(message, code="unsupported_inputs", hint=hint)
 
 
 def _join_batches(parts: list[Tensor], names: list[str], module: nn.Module) -> Tensor:
@@ -210,7 +217,7 @@ def _join_batches(parts: list[Tensor], names: list[str], module: nn.Module) -> T
     longest, count = max(part.shape[-1] for part in parts), sum(map(len, parts))
     is_padded = any(part.shape[-1] != longest for part in parts)
     if is_padded and (getattr(getattr(module, "config", None), "pad_token_id", None) or 0) < 0:
-        raise _unsupported_error("its tokenizer has no padding token")
+        raise _unsupported_error("its tokenizer has no padding token", _NO_PADDING_HINT)
     if MASK not in names and is_padded:
         raise _unsupported_error(f"it has no attention mask ({MASK}) for padded texts")
     padding = torch.zeros(len(names), *[1] * (parts[0].ndim - 2), dtype=parts[0].dtype)
