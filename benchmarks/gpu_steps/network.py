@@ -271,8 +271,8 @@ def _numbers(bench: Bench, case: Case, device: torch.device) -> Numbers:
     made = LayerFactors.of(target, start)
     bases = made.bases()
     hessian = build_parts("kron", made, bases, {name: basis.values for name, basis in bases.items()})
-    factors = {f"{name}, inputs": factor for name, factor in made.features.items()}
-    factors |= {f"{name}, outputs": factor for name, factor in made.outputs.items()} | {"the rest": made.rest}
+    factors = {f"{name}, inputs": factor.total for name, factor in made.features.items()}
+    factors |= {f"{name}, outputs": factor.total for name, factor in made.outputs.items()} | {"the rest": made.rest}
     fit = fit_gaussian(target, start=start, structure="kron", center="checkpoint", hessian=hessian)
     mean, variance = fit.gaussian.logit_marginals(case.held(device, held))
     noise = torch.randn(DRAWS, target.layout.num_params, generator=torch.Generator().manual_seed(0))
