@@ -166,12 +166,12 @@ _MAX_CG_ITERATIONS = 200
 _MAX_HALVINGS = 30
 _STALE_ITERATIONS = {"full": 40, "kron": -1}  # above it, a new Hessian pays off (measured: LeNet-5, P = 850)
 _TOLERANCE = 1e-3  # posterior standard deviations, over all parameters
-_FEW, _MANY = 10_000, 100_000  # parameters
+_MANY = 10_000  # parameters
 _ROUGH = 0.05  # accuracy of a Newton step with low-precision products, ten times their error
 _COARSE_FROM = 30.0  # standard deviations over all parameters: beyond it, values of large heads are float32
 _NEAR = 3.0  # standard deviations over all parameters: within it, a step may be the last
-_FAR, _ROUGHEST = 10.0, 0.5  # standard deviations over all parameters; accuracy of Newton steps further away
-_TOLERANCE_OF_MANY = 0.1  # five thousandths of a nat, when a draw is hundreds of standard deviations away
+_FAR, _ROUGHEST = 10.0, 0.25  # standard deviations over all parameters; accuracy of Newton steps further away
+_TOLERANCE_OF_MANY = 0.1  # at most: five thousandths of a nat, when a draw is hundreds of standard deviations away
 _ROUNDING = 1e-13  # relative, of a log joint
 _ROUNDING_OF_COARSE = 1e-6  # relative, of a float32 log joint, if features are near zero
 _SUFFICIENT_INCREASE = 1e-4  # the usual Armijo constant
@@ -205,13 +205,13 @@ class Mode:
 
 
 def tolerance_factor(num_params: int) -> float:
-    """Return the factor by which the tolerance over all parameters grows beyond _FEW, at equal accuracy per parameter."""
-    return max(1.0, math.sqrt(num_params / _FEW))
+    """Return the factor by which the tolerance over all parameters grows beyond _MANY, at equal accuracy per parameter."""
+    return max(1.0, math.sqrt(num_params / _MANY))
 
 
 def default_tolerance(num_params: int) -> float:
     """Return the default tolerance of the Newton decrement in posterior standard deviations, over all parameters."""
-    return _TOLERANCE_OF_MANY if num_params > _MANY else _TOLERANCE * tolerance_factor(num_params)
+    return min(_TOLERANCE_OF_MANY, _TOLERANCE * max(1.0, num_params / _MANY) ** 2)
 
 
 def find_mode(
