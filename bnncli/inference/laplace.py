@@ -35,7 +35,7 @@ class LaplaceFit:
     Args:
         gaussian: the posterior.
         mode: accuracy of the centre; None if centred on the checkpoint.
-        log_joint: at the centre, nats.
+        log_joint: at the centre, nats; NaN about a checkpoint where the Hessian is not exact, and the evidence undefined.
         log_marginal_likelihood: Laplace estimate of log p(D), nats; None if invalid.
         hessian: of the summed negative log likelihood at the centre, without the prior, so that the prior can be
             changed.
@@ -108,8 +108,7 @@ def _evidence_beside_the_mode(
     """
     if not target.curvature(covariance.structure).is_exact:
         one = add_article(covariance.structure)
-        log_joint = float(target.log_joint(theta.unsqueeze(0)))  # a float64 gradient took a third of a network's fit
-        return log_joint, None, f"away from the mode it needs the exact Hessian, and {one} Hessian is not exact"
+        return math.nan, None, f"away from the mode it needs the exact Hessian, and {one} Hessian is not exact"
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
     log_joint = float(value)
     white = covariance.pull_back(gradient)

@@ -352,6 +352,9 @@ def network_bytes(layout: ModuleLayout, num_inputs: int, *, is_exact: bool = Fal
 MOST_FULL = 2000  # parameters up to which full is chosen automatically for a network: its factors take seconds
 AUTOMATIC = ("full", "kron", "diag")  # automatic choices for a network; the first that is quick and fits
 _FITTING_RANK = 64  # of Kronecker factors that do not fit whole
+LEAST_VAL = 1000  # examples of val that a search reads if it does not read all
+_MOST_JACOBIANS = {"cpu": 2**31, "cuda": 2**38}  # values of the Jacobians of val: about a minute on one core
+_MOST_NODES = 24  # precisions at which a search computes covariances of the logits
 _KEPT_SHARE = 8  # at most one part in this many of the device holds what val's linearised logits are computed from
 
 
@@ -403,9 +406,31 @@ class NetworkPlan:
             block = max(block, logit_block_bytes(layout, device, self.num_held, structure))
         return held + max(covariance, 8 * (2 * elements + vectors * layout.num_params) + block)
 
+    def num_judged(self, structure: str, device: torch.device) -> int:
+        """Return how many examples of val choose the prior precision and measure the fit: fewer than all if passes take minutes."""
+        from bnncli.structures.logit_gaussian import is_by_layer
+
+        if not is_by_layer(structure):
+            return self.num_held
+        most = _MOST_JACOBIANS.get(device.type, _MOST_JACOBIANS["cpu"])
+        return min(self.num_held, max(LEAST_VAL, 4 * most // logit_cache_bytes(self.layout, structure)))
+
     def kept_bytes(self, structure: str, device: torch.device) -> int:
         """Return the bytes held for val's linearised logits, shared by search rounds and integrators; 0 if they do not fit."""
-        needed, there = self.num_held * logit_cache_bytes(self.layout, structure), budget(device)
+        needed = self.num_judged(structure, device) * logit_cache_bytes(self.layout, structure)
+        return self._affordable(needed, structure, device)
+
+    def path_bytes(self, structure: str, device: torch.device) -> int:
+        """Return the bytes held for the covariances of val's logits at several precisions; 0 if not needed, or they do not fit."""
+        from bnncli.structures.logit_gaussian import is_by_layer
+
+        if not self.is_search or not is_by_layer(structure) or self.kept_bytes(structure, device):
+            return 0
+        each = 8 * _MOST_NODES * self.layout.num_outputs**2
+        return self._affordable(self.num_judged(structure, device) * each, structure, device)
+
+    def _affordable(self, needed: int, structure: str, device: torch.device) -> int:
+        there = budget(device)
         return needed if needed <= min(there // _KEPT_SHARE, there - self.fit_bytes(structure, device)) else 0
 
     def stored_bytes(self, structure: str) -> int:
@@ -428,7 +453,7 @@ class NetworkPlan:
         there = budget(device)
         needed = self.fit_bytes(structure, device)
         if needed <= there:
-            return needed + self.kept_bytes(structure, device)
+            return needed + self.kept_bytes(structure, device) + self.path_bytes(structure, device)
         fitting = [name for name in self.structures if self.fit_bytes(name, device) <= there]
         hint = f"use \0structure\0 {fitting[0]}, which fits" if fitting else "no structure fits: use fewer \0layers\0"
         ranked = replace(self, choice=replace(self.choice, rank=_FITTING_RANK))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -15,7 +15,7 @@ from bnncli.parameters.layouts import ClassifierLayout, LogitLayout, ParamLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import Covariance, num_varying
-from bnncli.structures.logit_gaussian import covariances_together, is_by_layer, is_turned
+from bnncli.structures.logit_gaussian import covariances_together, is_by_layer, is_turned, logit_gaussian
 from bnncli.structures.logits import root_of_covariances
 from bnncli.targets.last_layer import HeldOutFeatures, row_blocks
 from bnncli.targets.target import CurvedTarget, HeldOut, HeldOutByLogits
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.likelihoods import Likelihood
+    from bnncli.structures.network_logits import CovariancePath
     from bnncli.targets.last_layer import LastLayerTarget
     from bnncli.targets.target import LinearisedHeldOut
 
@@ -57,18 +58,29 @@ def linearised_losses(
             yield (first.mean(inputs) + first.push(inputs, deviations)).permute(2, 0, 1)
 
         return examples.losses_of(pushed, num_draws=num_draws, width=2 * layout.widest)
-    points = uniform_points(noise)
     together = covariances_together(covariances, cast(LogitLayout, layout), theta)
+    return _losses_of_logits(examples, first.mean, together, count=len(covariances), noise=noise)
+
+
+def _losses_of_logits(
+    examples: LinearisedHeldOut,
+    mean_of: Callable[[Tensor], Tensor],
+    covariances_of: Callable[[Tensor], Tensor],
+    *,
+    count: int,
+    noise: Tensor,
+) -> Tensor:
+    """Return the losses, (C, M), for draws of the logits from their means (n, K) and C covariances (C, n, K, K)."""
+    points, (num_draws, num_outputs) = uniform_points(noise), noise.shape
 
     def drawn(inputs: Tensor) -> Iterator[Tensor]:
-        mean = first.mean(inputs)
+        mean = mean_of(inputs)
         normals = shifted_normal(points, row_shifts(inputs, mean.shape[1]), mean)
-        for covariance in together(inputs):
+        for covariance in covariances_of(inputs):
             root = root_of_covariances(covariance).to(inputs)
             yield root.apply(normals).transpose(0, 1) + mean.T.unsqueeze(1)
 
-    num_outputs = layout.num_outputs
-    width = num_outputs + 2 * len(covariances) * num_outputs**2 // num_draws
+    width = num_outputs + 2 * count * num_outputs**2 // num_draws
     return examples.losses_of(drawn, num_draws=num_draws, width=width)
 
 
@@ -249,6 +261,19 @@ class Criterion:
         """Return `of` for covariances about one centre whose predictions share their work."""
         assert self.held_out is not None
         return linearised_losses(self.held_out, target, theta, covariances, noise=self.noise).mean(dim=1).tolist()
+
+    def along(
+        self, target: CurvedTarget, theta: Tensor, path: CovariancePath, log_precisions: Sequence[float]
+    ) -> list[float]:
+        """Return `of` for covariances on a path about theta (P,)."""
+        losses = _losses_of_logits(
+            cast("LinearisedHeldOut", self.held_out),
+            logit_gaussian(theta, cast(LogitLayout, target.layout)).mean,
+            lambda inputs: path.at(inputs, log_precisions),
+            count=len(log_precisions),
+            noise=self.noise,
+        )
+        return cast("list[float]", losses.mean(dim=1).tolist())
 
     def shared_by(self, target: CurvedTarget, structure: str) -> int:
         """Return how many covariances about one centre `together` takes, 0 for none."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from bnncli.errors import NumericError, UsageError
 from bnncli.evaluation.recommendation import WORSE_SHARE
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.memory import MAX_FULL_PRECONDITIONER, NUM_DRAWS
+from bnncli.inference.memory import LEAST_VAL, MAX_FULL_PRECONDITIONER, NUM_DRAWS
 from bnncli.inference.mode import LocalCovariance, covariance_at, find_suitable_mode, tolerance_factor
 from bnncli.inference.prior_criterion import Criterion, Lift, noise_size
 from bnncli.inference.sghmc import largest_curvature
@@ -19,12 +20,14 @@ from bnncli.numerics.random import MOST_DIMENSIONS, quasi_normal
 from bnncli.posteriors import move, standard_normal
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.structures import Covariance
+from bnncli.structures.logit_gaussian import keeps_path, make_path
 from bnncli.targets.target import CurvedTarget, HeldOut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.parameters.layouts import LogitLayout
+    from bnncli.structures.network_logits import CovariancePath
 
 
 # Limits on examples times parameters for a candidate's mode and for draws on val: about 15 s and 5 s on two cores.
@@ -35,7 +38,6 @@ _BRACKET_WORK = (
     1e7  # examples times parameters; above it, weak priors, whose modes take longest, are tried only if needed
 )
 _LEAST_BY_OUTPUT = 10  # examples
-LEAST_VAL = 1000  # examples of val
 _PAYS = 0.5  # use all rows if the limit leaves more than this share
 
 
@@ -118,6 +120,7 @@ class Candidates:
         start: (P,), the checkpoint's.
         tolerance: largest estimated error of an interpolated criterion; 0 fits all exactly.
         mode_slack: factor on the usual tolerance of modes.
+        nodes: log precisions between which a path of covariances about one centre is interpolated.
     """
 
     target: CurvedTarget
@@ -128,11 +131,13 @@ class Candidates:
     tolerance: float
     task: Task
     mode_slack: float = 1.0
+    nodes: Sequence[float] = ()
     known: dict[float, Candidate] = field(default_factory=dict)
     failed: set[float] = field(default_factory=set)
     before: LocalCovariance | None = None  # the last that saves work; all candidates share the examples
     _hessians: dict[float, dict[str, Tensor]] = field(default_factory=dict)
     _of_center: float | None = None  # criterion at the common centre, if there is one
+    _path: CovariancePath | None = None
 
     @property
     def values(self) -> dict[float, float]:
@@ -190,33 +195,55 @@ class Candidates:
             for log_precision in log_precisions:
                 self.judge(log_precision)
             return
+        if self._path is None and len(self.nodes) <= size:
+            self._path = self._find_path()
         for start in range(0, len(log_precisions), size):
             self._judge_together(log_precisions[start : start + size])
 
-    def _judge_together(self, log_precisions: Sequence[float]) -> None:
-        """Judge several precisions about the start, with one Jacobian of the held-out logits."""
-        theta = self.start.to(self.target.device).double()
-        covariances: dict[float, Covariance] = {}
+    def _find_path(self) -> CovariancePath | None:
+        """Return a path of covariances about the start; None without a cache for it, or where one does not exist."""
+        theta, layout = self.start.to(self.target.device).double(), cast("LogitLayout", self.target.layout)
+        if not self.nodes or not keeps_path(layout):
+            return None
+        found = self._covariances(self.nodes)
+        return make_path(list(found.values()), self.nodes, layout, theta) if len(found) == len(self.nodes) else None
+
+    def _covariances(self, log_precisions: Sequence[float]) -> dict[float, Covariance]:
+        """Return the covariances about the start under several precisions, except those that do not exist."""
+        theta, covariances = self.start.to(self.target.device).double(), {}
         for log_precision in log_precisions:
-            self.task.advance(note=f"{math.exp(log_precision):.3g}")
-            if any(abs(log_precision - other) < _SAME for other in (*self.known, *self.failed, *covariances)):
-                continue
             target = self._target_at(log_precision)
             try:
                 found = covariance_at(target, theta, self.structure, hessian=self._fixed_hessian(), before=self.before)
             except NumericError:
-                self._fail(log_precision)
                 continue
             self._keep(found)
             self._hessians = {log_precision: found.hessian}
             covariances[log_precision] = found.covariance
-        if not covariances:
+        return covariances
+
+    def _judge_together(self, log_precisions: Sequence[float]) -> None:
+        """Judge several precisions about the start, with one Jacobian of the held-out logits."""
+        theta, new = self.start.to(self.target.device).double(), list[float]()
+        for log_precision in log_precisions:
+            self.task.advance(note=f"{math.exp(log_precision):.3g}")
+            if not any(abs(log_precision - other) < _SAME for other in (*self.known, *self.failed, *new)):
+                new.append(log_precision)
+        covariances = {} if self._path is not None else self._covariances(new)
+        for log_precision in new if self._path is None else ():
+            if log_precision not in covariances:
+                self._fail(log_precision)
+        judged = new if self._path is not None else list(covariances)
+        if not judged:
             return
         if self._of_center is None:
             self._of_center = self.criterion.at_center(self.target, theta, math.nan)
+        if self._path is not None:
+            values = self.criterion.along(self.target, theta, self._path, judged)
+        else:
+            values = self.criterion.together(self.target, theta, list(covariances.values()))
         hessian = self._fixed_hessian()
-        values = self.criterion.together(self.target, theta, list(covariances.values()))
-        for log_precision, value in zip(covariances, values, strict=True):
+        for log_precision, value in zip(judged, values, strict=True):
             self._add(log_precision, Candidate(theta, self._of_center, value - self._of_center, True), hessian)
 
     def fit(self, log_precision: float) -> LaplaceFit | None:
@@ -235,11 +262,15 @@ class Candidates:
         except NumericError:
             self._fail(log_precision)
             return None
-        theta = fit.gaussian.mean
+        theta, log_joint = fit.gaussian.mean, fit.log_joint
         if self._of_center is not None and self.known[log_precision].is_computed:
+            if self._path is not None:
+                self._path.put(fit.gaussian.covariance, log_precision)
             return fit  # same centre: already judged
-        at_center = self.criterion.at_center(target, theta, fit.log_joint)
-        whole = self.criterion.of(target, theta, fit.log_joint, fit.gaussian.covariance)
+        if math.isnan(log_joint) and self.criterion.held_out is None:
+            log_joint = float(target.log_joint(theta.unsqueeze(0)))
+        at_center = self.criterion.at_center(target, theta, log_joint)
+        whole = self.criterion.of(target, theta, log_joint, fit.gaussian.covariance)
         self._add(log_precision, Candidate(theta, at_center, whole - at_center, True), None)
         for key, candidate in self.known.items():
             if not candidate.is_computed:
@@ -497,6 +528,7 @@ def search(
         TOLERANCES[criterion] if tolerance is None else tolerance,
         progress.task("prior precision", num_candidates(grid)),
         mode_slack=LARGE_SLACK if is_large else 1.0,
+        nodes=_path_nodes(grid),
     )
     pace = choose_pace(target, is_large=is_large, shares_center=candidates.center == "checkpoint")
     fit = search_lowest_fit(candidates, grid, pace)
@@ -543,6 +575,11 @@ def precision_grid(target: CurvedTarget, bounds: tuple[float, float], generator:
     if target.prior.mean is not None:
         bounds = (bounds[0], max(bounds[1], _limit(target, generator)))
     return _grid(*bounds)
+
+
+def _path_nodes(grid: list[float]) -> list[float]:
+    """Return log precisions at half the distance of the grid, so that covariances in between err by less than 1%."""
+    return sorted([*grid, *((one + other) / 2 for one, other in pairwise(grid))])
 
 
 def num_candidates(grid: list[float]) -> int:

@@ -100,6 +100,7 @@ class LaplaceMetrics(FitMetrics, total=False):
         captured_trace: share of the curvature's trace that a low-rank structure keeps.
         solver_steps, solver_passes, solver_residual: of draws by conjugate gradients.
         columns_drawn, num_diagonal_params: of Kronecker factors.
+        val_drawn_from: size of val if a fit over a network used only some examples of it.
         subnetwork_size, subnetwork_params, subnetwork_as_prior: parameters that vary, by tensor, and those that keep
             nearly all of the prior's variance.
     """
@@ -114,6 +115,7 @@ class LaplaceMetrics(FitMetrics, total=False):
     prior_precision_structure: str
     prior_precision_compared_at: str | None
     structure_nll: dict[str, float] | None
+    val_drawn_from: int
     layer_precisions: dict[str, float]
     layer_precisions_gain: float
     row_space_rank: int

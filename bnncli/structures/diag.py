@@ -265,3 +265,7 @@ class Scaled:
     def turns_as(self, other: BlockRoot) -> bool:
         """Return whether the other block is diagonal."""
         return isinstance(other, Scaled)
+
+    @property
+    def spectrum(self) -> None:
+        """None: the curvature is not known apart from the prior."""

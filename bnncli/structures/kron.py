@@ -50,7 +50,6 @@ from bnncli.structures.network_logits import (
     MatrixDerivatives,
     PulledBlock,
     Turned,
-    build_turned,
     weighted_root,
 )
 from bnncli.structures.network_sums import (
@@ -861,7 +860,7 @@ class TurnedBlock:
 
     def turn(self, layer: MatrixDerivatives) -> Turned:
         """Return the Jacobian in the bases, transforming output gradients and inputs rather than their products."""
-        return build_turned(*layer.in_bases(self.covariance.output_basis, self.covariance.feature_basis))
+        return layer.turned(self.covariance.output_basis, self.covariance.feature_basis)
 
     def of_turned(self, turned: Turned) -> Tensor:
         """Return the Jacobian times standard deviations if the coordinates in the bases are independent, else times L."""
@@ -876,3 +875,9 @@ class TurnedBlock:
         return isinstance(other, TurnedBlock) and (
             other.covariance.output_basis is own.output_basis and other.covariance.feature_basis is own.feature_basis
         )
+
+    @property
+    def spectrum(self) -> tuple[Tensor, float] | None:
+        """Return the curvature (K, F) and the prior precision; None if biases have a precision of their own."""
+        sigma = self.covariance
+        return None if sigma.variances is None else (sigma.values, sigma.weight_precision)

@@ -17,7 +17,18 @@ from bnncli.parameters.layouts import LogitLayout
 from bnncli.parameters.module import ModuleLayout, module_places
 from bnncli.structures import Covariance
 from bnncli.structures.logits import LogitCovariance, LogitGaussian, LogitRoot, Pulled, head_spread
-from bnncli.structures.network_logits import BlockRoot, Blocks, PulledBlock, by_layer, by_layer_together, logits_at
+from bnncli.structures.network_logits import (
+    COVARIANCES,
+    BlockRoot,
+    Blocks,
+    CovariancePath,
+    PulledBlock,
+    by_layer,
+    by_layer_together,
+    find_cache,
+    find_path,
+    logits_at,
+)
 from bnncli.targets.blocks import BLOCK_ELEMENTS, slices
 
 if TYPE_CHECKING:
@@ -87,7 +98,9 @@ def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -
         return Pulled(partial(_whole_roots, covariance, layout, theta))
     layout = cast(ModuleLayout, layout)  # only ModuleLayout has a module
     if is_by_layer(covariance.structure):
-        return by_layer(layout, theta, _logit_blocks(covariance))
+        path = find_path(layout, theta)
+        known = None if path is None else path.find(covariance)
+        return by_layer(layout, theta, _logit_blocks(covariance), known)
     return by_layer(layout, theta, lambda places: [(slice(0, layout.num_params), PulledBlock(covariance))])
 
 
@@ -99,6 +112,21 @@ def covariances_together(
     J is computed once for all, and transformed once into shared bases.
     """
     return by_layer_together(cast(ModuleLayout, layout), theta, [_logit_blocks(one) for one in candidates])
+
+
+def keeps_path(layout: LogitLayout) -> bool:
+    """Return whether covariances along a path of prior precisions are cached for this network."""
+    return layout.network is not None and COVARIANCES in layout.network.kept
+
+
+def make_path(
+    candidates: Sequence[Covariance], log_precisions: Sequence[float], layout: LogitLayout, theta: Tensor
+) -> CovariancePath | None:
+    """Return the path through the covariances of one curvature under several precisions, where one is kept."""
+    kept = find_cache(cast(ModuleLayout, layout), theta, COVARIANCES)
+    return (
+        None if kept is None else CovariancePath(log_precisions, covariances_together(candidates, layout, theta), kept)
+    )
 
 
 def _logit_blocks(covariance: Covariance) -> Blocks:

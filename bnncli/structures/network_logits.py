@@ -4,6 +4,12 @@ One forward and K backward passes over a block of examples record each layer's i
 output. From these, the Jacobian in a layer's weights, (n, K, P_l), is formed one layer at a time; that in all of theta
 never is. A weight used once per example needs no Jacobian either: J_l Sigma_l J_l^T = G diag(v) G^T, with G (K,
 outputs) the output gradients and v the variances of the layer's outputs, in the basis in which Sigma_l is diagonal.
+
+A search for the prior precision tau needs C(tau) = J (H + tau I)^-1 J^T = sum_i c_i c_i^T / (s_i + tau) at many tau. One
+pass computes C at fixed precisions tau_g, and C(tau) is interpolated as sum_g w_g C(tau_g), with the weights for which
+sum_g w_g / (s + tau_g) is closest to 1 / (s + tau) over all s from 0 to infinity. The largest relative error there bounds
+the error of C(tau) in every direction, so it stays positive definite. This holds for every H, and if only the weights
+have the precision tau: parameters with another precision contribute as s = infinity.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ if TYPE_CHECKING:
 
 
 _CACHED_COVARIANCES = 2**25  # values of the logits' covariances that are cached, at most
-_BLOCK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: recorded values, gradients and Jacobians
+_BLOCK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}  # of a block of examples: recorded values, gradients and Jacobians
 
 
 class BlockRoot(Protocol):
@@ -66,24 +72,36 @@ class BlockRoot(Protocol):
     def turns_as(self, other: BlockRoot) -> bool:
         """Return whether another block at the same place has the same bases."""
 
+    @property
+    def spectrum(self) -> tuple[Tensor, float] | None:
+        """Curvature (outputs, F) along the bases, and the precision added to it; None if they do not give the variances."""
+
 
 Blocks: TypeAlias = "Callable[[Sequence[slice]], Sequence[tuple[slice, BlockRoot]]]"
 
 
-def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
+def by_layer(
+    layout: ModuleLayout, theta: Tensor, blocks: Blocks, known: Callable[[Tensor], Tensor] | None = None
+) -> Pulled:
     """Return sum_l J_l Sigma_l J_l^T for a network linearised at theta (P,).
 
     Args:
         blocks: returns the blocks of Sigma and their places in theta, given the places of parameters that are used
             together.
+        known: returns the covariances of inputs from a cache, (n, K, K), in place of `blocks`.
     """
-    rooted = _build_roots(layout, theta, [blocks])
+    every = _each_block(layout, theta, [blocks])
     cached: list[Kept] = []
 
     def roots(inputs: Tensor) -> Iterator[Iterable[Tensor]]:
-        return (chain.from_iterable(block) for block in rooted(inputs))
+        if not len(inputs):
+            yield (inputs.new_zeros(0, layout.num_outputs, 1),)
+        for derivatives, places in every(inputs):
+            yield chain.from_iterable(derivatives.roots(place, of) for place, of in places)
 
     def recall(inputs: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
+        if known is not None:
+            return known(inputs)
         logits = None if layout.network is None else layout.network.kept.get(LOGITS)
         if logits is None or logits.most * layout.num_outputs**2 > _CACHED_COVARIANCES:
             return None
@@ -107,33 +125,34 @@ def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[
     Args:
         candidates: the blocks of each Sigma, all with the same places.
     """
-    rooted = _build_roots(layout, theta, candidates)
+    every = _each_block(layout, theta, candidates)
+    bins: dict[int, _Bins | None] = {}
 
     def covariances(inputs: Tensor) -> Tensor:
+        if not len(inputs):
+            return inputs.new_zeros(len(candidates), 0, *[layout.num_outputs] * 2, dtype=torch.float64)
         found = []
-        for block in rooted(inputs):
-            totals: list[Tensor] = []
-            for roots in block:
-                squares = [(root @ root.mT).double() for root in roots]
-                totals = (
-                    squares if not totals else [total.add_(one) for total, one in zip(totals, squares, strict=True)]
-                )
-            found.append(torch.stack(totals))
+        for derivatives, places in every(inputs):
+            total: Tensor | None = None
+            for place, blocks in places:
+                if place.start not in bins:
+                    bins[place.start] = _Bins.of(blocks)
+                squares = derivatives.squares(place, blocks, bins[place.start])
+                total = squares if total is None else total.add_(squares)
+            assert total is not None
+            found.append(total)
         return torch.cat(found, dim=1)
 
     return covariances
 
 
-def _build_roots(
+def _each_block(
     layout: ModuleLayout, theta: Tensor, candidates: Sequence[Blocks]
-) -> Callable[[Tensor], Iterator[Iterable[Iterable[Tensor]]]]:
-    """Return a function that yields, for each block of inputs, each place of theta and each Sigma, the roots (b, K, r)."""
+) -> Callable[[Tensor], Iterator[tuple[_Derivatives, list[tuple[slice, list[BlockRoot]]]]]]:
+    """Return a function that yields, for each block of inputs, the Jacobian there, and the places with each Sigma's block."""
     found: list[_Parts] = []  # filled at the first inputs
 
-    def roots(inputs: Tensor) -> Iterator[Iterable[Iterable[Tensor]]]:
-        if not len(inputs):
-            yield ([inputs.new_zeros(0, layout.num_outputs, 1)] * len(candidates),)
-            return
+    def every_block(inputs: Tensor) -> Iterator[tuple[_Derivatives, list[tuple[slice, list[BlockRoot]]]]]:
         at = theta.to(inputs.device, inputs.dtype if inputs.is_floating_point() else torch.float32)
         kept = find_cache(layout, at, DERIVATIVES)
         if not found:
@@ -148,15 +167,15 @@ def _build_roots(
                 kept = None
         largest = max(root.num_copies * (place.stop - place.start) for place, root in every[0])
         num_others = sum(math.prod(part.shape) for part in parts.others)
+        places = [(of[0][0], [root for _, root in of]) for of in zip(*every, strict=True)]
         for some in slices(0, len(inputs), block_size(layout, largest, inputs.device, num_others)[0]):
             raise_if_interrupted("the logits' covariance")
             own = None if kept is None else kept.block(inputs[some])
-            derivatives = _Derivatives(layout, at, inputs[some], parts, own)
-            yield (derivatives.roots(of[0][0], [root for _, root in of]) for of in zip(*every, strict=True))
+            yield _Derivatives(layout, at, inputs[some], parts, own), places
             if own is not None:
                 own.finish()
 
-    return roots
+    return every_block
 
 
 class _Parts(NamedTuple):
@@ -214,6 +233,19 @@ class MatrixDerivatives(NamedTuple):
             slopes.append(use.outputs(of.flatten(0, 1)).unflatten(0, of.shape[:2]))
         back, going = (one[0] if len(one) == 1 else torch.cat(one, dim=-1) for one in (slopes, columns))
         return (back if outputs is None else coordinates(outputs.to(back), back)), going
+
+    def turned(self, outputs: Tensor, features: Tensor) -> Turned:
+        """Return U^T g and V^T x if there is one position, else the sum of their products, as it takes less work."""
+        back = [use.outputs(of.flatten(0, 1)).unflatten(0, of.shape[:2]) for use, of in self.uses]
+        num_positions = sum(one.shape[3] for one in back)
+        if back[0].shape[1] * len(outputs) >= num_positions:
+            return build_turned(*self.in_bases(outputs, features))
+        basis = outputs.to(back[0]).T
+        sums = [
+            use.sums((basis @ one).flatten(1, 2)).unflatten(1, one.shape[1:3])
+            for (use, _), one in zip(self.uses, back, strict=True)
+        ]
+        return Turned((sums[0] if len(sums) == 1 else torch.stack(sums).sum(dim=0)) @ features.to(back[0]), None)
 
     @property
     def has_bias(self) -> bool:
@@ -297,6 +329,56 @@ def weighted_root(derivatives: Turned, variances: Tensor) -> Tensor:
     return slopes[..., 0] * of_outputs.sqrt().unsqueeze(1)
 
 
+_BINS_PER_DECADE = 8
+_FLAT = 1e-3  # of the lowest precision: curvatures below this share a bin
+_LEAST_IN_BIN = 64  # coordinates, on average; with fewer, products for each Sigma are as fast
+_FEW = 4  # Sigma, below which products for each are as fast
+
+
+class _Bins(NamedTuple):
+    """Coordinates with similar curvature, for the covariances under several precisions in one product.
+
+    Each coordinate has its bin's mean variance. This changes a covariance by less than a thousandth, because bins have
+    many coordinates.
+
+    Args:
+        order: (p,), coordinates by bin.
+        sizes: of the bins.
+        variances: (C, bins), under each precision.
+    """
+
+    order: Tensor
+    sizes: list[int]
+    variances: Tensor
+
+    @classmethod
+    def of(cls, blocks: Sequence[BlockRoot]) -> _Bins | None:
+        """Return the bins of blocks with one curvature; None if they differ in more than the precision, or are small."""
+        spectra = [block.spectrum for block in blocks]
+        if len(spectra) < _FEW or any(one is None for one in spectra):
+            return None
+        curvatures, precisions = zip(*(one for one in spectra if one is not None), strict=True)
+        values = curvatures[0].double().flatten()
+        if not all(map(blocks[0].turns_as, blocks)) or not all(torch.equal(one, curvatures[0]) for one in curvatures):
+            return None
+        lowest = _FLAT * min(precisions)
+        indices = ((values / lowest).log10() * _BINS_PER_DECADE).floor().clamp(min=-1)
+        ordered, order = indices.sort(stable=True)
+        sizes = ordered.unique_consecutive(return_counts=True)[1]
+        if len(values) < _LEAST_IN_BIN * len(sizes):
+            return None
+        added = torch.tensor(precisions, dtype=torch.float64, device=values.device).unsqueeze(1)
+        places = torch.arange(len(sizes), device=values.device).repeat_interleave(sizes)
+        sums = added.new_zeros(len(added), len(sizes)).index_add_(1, places, 1 / (values[order] + added))
+        return cls(order, sizes.tolist(), sums / sizes)
+
+    def squares(self, rows: Tensor) -> Tensor:
+        """Return J diag(v) J^T, (C, n, K, K) float64, from J (n, K, p)."""
+        ordered = rows.flatten(0, 1).index_select(1, self.order).view_as(rows)
+        squares = torch.stack([part @ part.mT for part in ordered.split(self.sizes, dim=2)])
+        return torch.tensordot(self.variances, squares.double(), dims=1)
+
+
 def consecutive_places(pieces: Sequence[Covariance]) -> list[slice]:
     """Return the places of consecutive pieces."""
     ends = list(accumulate(piece.num_params for piece in pieces))
@@ -348,20 +430,29 @@ class _Derivatives:
 
     def roots(self, place: slice, blocks: Sequence[BlockRoot]) -> Iterator[Tensor]:
         """Yield roots for each Sigma's block at a place, which may cover a layer, part of one, or several."""
-        before = blocks[0]
+        yield from self._roots(place, blocks, self._turning(place, blocks[0]))
+
+    def squares(self, place: slice, blocks: Sequence[BlockRoot], bins: _Bins | None) -> Tensor:
+        """Return the squares of the roots, (C, n, K, K) float64; by bins, if the Jacobian is that of all coordinates."""
+        turning = self._turning(place, blocks[0])
+        if bins is not None and isinstance(turning, Turned) and turning.columns is None:
+            return bins.squares(turning.slopes.flatten(2))
+        return torch.stack([(root @ root.mT).double() for root in self._roots(place, blocks, turning)])
+
+    def _turning(self, place: slice, block: BlockRoot) -> Turned | Rows:
+        """Return the Jacobian at a place from the cache, or put it there."""
         if self.kept is not None and self.kept.is_known:
-            turning = self.kept.get(place.start)
-        else:
-            turning = self._turned(place, before)
-            if self.kept is not None:
-                self.kept.put(place.start, turning)
+            known: Turned | Rows = self.kept.get(place.start)
+            return known
+        turning = self._turned(place, block)
+        return turning if self.kept is None else self.kept.put(place.start, turning)
+
+    def _roots(self, place: slice, blocks: Sequence[BlockRoot], turning: Turned | Rows) -> Iterator[Tensor]:
+        before = blocks[0]
         for block in blocks:
-            if isinstance(turning, Rows):
-                yield block.of_rows(turning.rows)
-                continue
-            if not block.turns_as(before):
+            if not isinstance(turning, Rows) and not block.turns_as(before):
                 before, turning = block, self._turned(place, block)
-            yield block.of_turned(turning)
+            yield block.of_rows(turning.rows) if isinstance(turning, Rows) else block.of_turned(turning)
 
     def _turned(self, place: slice, block: BlockRoot) -> Turned | Rows:
         """Return the Jacobian at a place, in the form that the block takes."""
@@ -401,8 +492,12 @@ class PulledBlock:
         """Return whether the other block takes rows as well."""
         return isinstance(other, PulledBlock)
 
+    @property
+    def spectrum(self) -> None:
+        """None: L has no known coordinates."""
 
-LOGITS, DERIVATIVES = "logits", "derivatives"
+
+LOGITS, DERIVATIVES, COVARIANCES = "logits", "derivatives", "covariances"
 Made = TypeVar("Made", bound=tuple[Any, ...])
 
 
@@ -485,12 +580,91 @@ class KeptBlock:
         self._kept.places = self._places
 
 
-@contextmanager
-def keeping(network: ModuleNetwork, most: int, *, most_derivatives: int) -> Iterator[None]:
-    """Cache, inside the context, linearised logits of up to `most` inputs, and Jacobians of up to `most_derivatives`."""
-    network.kept.update(
-        {name: Kept(count) for name, count in ((LOGITS, most), (DERIVATIVES, most_derivatives)) if count}
+class CovariancePath:
+    """Covariances of the logits along prior precisions at one theta, computed at some and interpolated between.
+
+    Args:
+        log_precisions: of the computed ones, increasing.
+        covariances: maps inputs (n, ...) to the computed ones, (G, n, K, K) float64.
+        kept: caches them by input.
+    """
+
+    def __init__(self, log_precisions: Sequence[float], covariances: Callable[[Tensor], Tensor], kept: Kept) -> None:
+        self._log_precisions, self._covariances, self._kept = list(log_precisions), covariances, kept
+        self._places: list[tuple[Covariance, float]] = []
+        kept.beside = self
+
+    def at(self, inputs: Tensor, log_precisions: Sequence[float]) -> Tensor:
+        """Return the covariances of inputs (n, ...) under each precision, (C, n, K, K) float64."""
+        weights = [path_weights(self._log_precisions, one)[0] for one in log_precisions]
+        computed = self._computed(inputs)
+        return torch.tensordot(torch.stack(weights).to(computed.device), computed, dims=([1], [1]))
+
+    def put(self, covariance: Covariance, log_precision: float) -> None:
+        """Note the log precision of a covariance on the path."""
+        self._places.append((covariance, log_precision))
+
+    def find(self, covariance: Covariance) -> Callable[[Tensor], Tensor] | None:
+        """Return a function from inputs (n, ...) to (n, K, K) for a covariance that was put on the path, else None."""
+        places = [place for one, place in self._places if one is covariance]
+        return (lambda inputs: self.at(inputs, places)[0]) if places else None
+
+    def _computed(self, inputs: Tensor) -> Tensor:
+        """Return the computed covariances, (n, G, K, K)."""
+        block = self._kept.block(inputs)
+        if block is not None and block.is_known and len(inputs):
+            rows: Tensor = block.get(COVARIANCES).rows
+            return rows
+        computed = self._covariances(inputs).transpose(0, 1).contiguous()
+        if block is not None and len(inputs):
+            block.put(COVARIANCES, Rows(computed))
+            block.finish()
+        return computed
+
+
+_REACH, _POINTS = (
+    12.0,
+    600,
+)  # of the curvatures that weights are fitted at: beyond the precisions on either side, points
+
+
+def path_weights(log_precisions: Sequence[float], log_precision: float) -> tuple[Tensor, float]:
+    """Return weights w (G,), float64, and the largest relative error over s >= 0 of sum_g w_g / (s + tau_g).
+
+    Args:
+        log_precisions: log tau_g.
+        log_precision: log tau, of the approximated 1 / (s + tau).
+    """
+    nodes = torch.tensor(log_precisions, dtype=torch.float64)
+    if (same := (nodes - log_precision).abs() < 1e-9).any():
+        return same.double() / same.sum(), 0.0
+    points = torch.linspace(float(nodes[0]) - _REACH, float(nodes[-1]) + _REACH, _POINTS, dtype=torch.float64)
+    # log(s + tau) - log(s + tau_g), without overflow; s from 0 to infinity
+    ratios = torch.logaddexp(points, points.new_tensor(log_precision))[:, None] - torch.logaddexp(
+        points[:, None], nodes
     )
+    ratios = torch.cat([(log_precision - nodes)[None], ratios, torch.zeros_like(nodes)[None]]).exp()
+    weights = torch.linalg.lstsq(ratios, ratios.new_ones(len(ratios), 1), driver="gelsd").solution[:, 0]
+    return weights, float((ratios @ weights - 1).abs().max())
+
+
+def find_path(layout: ModuleLayout, theta: Tensor) -> CovariancePath | None:
+    """Return the path at theta (P,), if there is one."""
+    kept = find_cache(layout, theta, COVARIANCES)
+    return None if kept is None else kept.beside
+
+
+@contextmanager
+def keeping(network: ModuleNetwork, most: int, *, most_derivatives: int, most_covariances: int = 0) -> Iterator[None]:
+    """Cache values of a linearised network inside the context.
+
+    Args:
+        most: inputs whose logits are cached.
+        most_derivatives: inputs whose Jacobians are cached.
+        most_covariances: inputs whose logits' covariances along a path of prior precisions are cached.
+    """
+    sizes = ((LOGITS, most), (DERIVATIVES, most_derivatives), (COVARIANCES, most_covariances))
+    network.kept.update({name: Kept(count) for name, count in sizes if count})
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from torch import Tensor
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.parameters.module import ModuleNetwork
+from bnncli.structures.network_logits import CovariancePath
 
 FIT = ("fit-laplace", "ckpt.pt", "--prior-precision", "3")
 
@@ -61,17 +62,38 @@ def test_all_layers_are_fitted_predicted_with_and_up_to_date(cli: Cli, checkpoin
     assert Path("ckpt.pt.bnn/predictions/laplace-all.logit-mc/test.h5").is_file()  # of the linearised network
 
 
-def test_a_search_without_room_for_jacobians_uses_some_of_val(
+def test_a_fit_whose_jacobians_take_minutes_uses_some_of_val(
     cli: Cli, checkpoint_curvatures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("fit-laplace", "ckpt.pt", "--layers", "all", "--structure", "kron", "--trust-code", "--json")
-    assert "prior_precision_val_examples" not in cli(*words).json["metrics"]
-    monkeypatch.setattr("bnncli.inference.memory._KEPT_SHARE", 1 << 60)
-    monkeypatch.setattr("bnncli.commands.fit_laplace.network.LEAST_VAL", 12)
+    assert "val_drawn_from" not in cli(*words).json["metrics"]
+    monkeypatch.setattr("bnncli.inference.memory._MOST_JACOBIANS", {"cpu": 1})
+    monkeypatch.setattr("bnncli.inference.memory.LEAST_VAL", 12)
     done = cli(*words, "--force")
     metrics = done.json["metrics"]
-    assert "with 12 of 30 examples of val" in done.stderr
-    assert (metrics["prior_precision_val_examples"], metrics["val_num_examples"]) == (12, 30)
+    assert "using 12 of the 30 val examples, drawn at random" in done.stderr
+    error = metrics["val"]["laplace"]["standard_error"]
+    assert f"on 12 random examples of 30 (standard error of the NLL {error:.4f})" in done.stderr
+    names = ("prior_precision_val_examples", "val_num_examples", "val_drawn_from")
+    assert tuple(metrics[name] for name in names) == (12, 12, 30)
+
+
+def test_a_search_without_room_for_jacobians_agrees_with_one_that_keeps_them(
+    cli: Cli, checkpoint_curvatures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("fit-laplace", "ckpt.pt", "--layers", "all", "--structure", "kron", "--trust-code", "--json")
+    kept = cli(*words).json["metrics"]
+    calls: list[int] = []
+    make = CovariancePath.at
+    monkeypatch.setattr("bnncli.inference.memory.logit_cache_bytes", lambda layout, structure: 1 << 60)
+    monkeypatch.setattr("bnncli.inference.memory.LEAST_VAL", 30)
+    monkeypatch.setattr(
+        CovariancePath, "at", lambda self, inputs, keys: (calls.append(len(keys)), make(self, inputs, keys))[1]
+    )
+    found = cli(*words, "--force").json["metrics"]
+    assert calls[-1] == 1  # of the scores, which take no pass of their own
+    assert found["prior_precision"] == pytest.approx(kept["prior_precision"], rel=0.02)
+    assert found["val_nll_laplace"] == pytest.approx(kept["val_nll_laplace"], abs=2e-5)
 
 
 def test_a_network_too_large_to_copy_is_checked_in_float32(

@@ -20,7 +20,7 @@ from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian, num_effective
 from bnncli.inference.linear_draws import draw_linearised
 from bnncli.inference.memory import NetworkPlan
-from bnncli.inference.prior_search import LEAST_VAL, PriorSearch, search
+from bnncli.inference.prior_search import PriorSearch, search
 from bnncli.inference.prior_variants import choose_layer_precisions
 from bnncli.lazy import torch
 from bnncli.parameters.module import ModuleLayout
@@ -32,7 +32,6 @@ from bnncli.session.costs import Cost
 from bnncli.session.fits import FitInputs, FitOutput, Fitting
 from bnncli.session.inputs import Split
 from bnncli.session.run import Run
-from bnncli.structures.logit_gaussian import is_by_layer
 from bnncli.structures.network_logits import keeping
 from bnncli.targets.curvature_choice import HESSIAN, kinds_of, structures_of
 from bnncli.targets.network import NetworkTarget
@@ -83,13 +82,18 @@ class PlannedFit:
         plan: sizes of the fit in memory.
         structure: covariance structure to fit.
         planned_bytes: memory at the peak of the fit.
-        num_kept: validation examples whose Jacobians are computed once and kept; 0 where memory is short.
+        num_judged: validation examples that choose the prior precision and measure the fit.
+        num_kept: of these, whose Jacobians are computed once and kept; 0 where memory is short.
+        num_on_path: of these, whose logits' covariances are computed once for all prior precisions; 0 where Jacobians are
+            kept, or memory is short.
     """
 
     plan: NetworkPlan
     structure: str
     planned_bytes: int
+    num_judged: int
     num_kept: int
+    num_on_path: int
 
 
 def plan_fit(inputs: FitInputs, options: FitLaplaceOptions, *, is_search: bool) -> PlannedFit:
@@ -117,8 +121,11 @@ def plan_fit(inputs: FitInputs, options: FitLaplaceOptions, *, is_search: bool) 
     if options.size is not None and options.size > layout.num_params:
         raise UsageError(f"\0size\0: expected 1 to {layout.num_params} (the number of parameters); got {options.size}")
     planned = plan.require_fit(structure, device)
-    num_kept = inputs.num_val if plan.kept_bytes(structure, device) else 0
-    return PlannedFit(plan, structure, planned, num_kept)
+    num_judged = plan.num_judged(structure, device)
+    num_kept, num_on_path = (
+        num_judged if there else 0 for there in (plan.kept_bytes(structure, device), plan.path_bytes(structure, device))
+    )
+    return PlannedFit(plan, structure, planned, num_judged, num_kept, num_on_path)
 
 
 def fit_network(fitting: Fitting, options: FitLaplaceOptions, criterion: str, planned: PlannedFit) -> FitOutput:
@@ -126,7 +133,14 @@ def fit_network(fitting: Fitting, options: FitLaplaceOptions, criterion: str, pl
     run, whole, held = fitting.run, fitting.train, fitting.val
     structure, network = planned.structure, planned.plan.layout.network
     assert network is not None
-    with keeping(network, fitting.inputs.num_val, most_derivatives=planned.num_kept):
+    counts = {}
+    if held is not None and planned.num_judged < len(held.stored):
+        counts = {"val_drawn_from": len(held.stored)}
+        if criterion == "val":
+            counts["prior_precision_val_examples"] = planned.num_judged
+        held = _some_examples(run, held, planned.num_judged)
+    room = {"most_derivatives": planned.num_kept, "most_covariances": planned.num_on_path}
+    with keeping(network, fitting.inputs.num_val, **room):
         weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
         target = cast(NetworkTarget, whole.target(Prior(weight_precision, options.own_bias_precision), run.device))
         target = target.with_choice(options.curvature_choice)
@@ -139,9 +153,8 @@ def fit_network(fitting: Fitting, options: FitLaplaceOptions, criterion: str, pl
                 start=fitting.start,
                 structure=structure,
                 held=held,
-                is_kept=planned.num_kept > 0,
             )
-        facts |= _mode_metrics(run, fit, found)
+        facts |= counts | _mode_metrics(run, fit, found)
         posterior: Gaussian[Any] | LinearDraws = fit.gaussian
         if options.draws is not None:
             with counting_passes() as drawing:
@@ -174,12 +187,8 @@ def _fit_gaussian(
     start: Tensor,
     structure: str,
     held: Split | None,
-    is_kept: bool,
 ) -> tuple[LaplaceFit, PriorSearch | None, dict[str, Any]]:
     """Fit at the given prior precision, or at the one that `criterion` chooses (on `held`, for val).
-
-    Args:
-        is_kept: whether Jacobians on val are computed once; if not, the search uses only some of its examples.
 
     Returns:
         The fit, the search for the prior precision if there was one, and metrics of the layers' own precisions.
@@ -193,13 +202,9 @@ def _fit_gaussian(
     try:
         if criterion == "number":
             return fit_gaussian(target, **common), None, {}
-        held_out, counts = None, {}
+        held_out = None
         if criterion == "val" and held is not None:
-            searched = held
-            if not is_kept and is_by_layer(structure) and len(held.stored) > LEAST_VAL:
-                searched = _some_examples(run, held)
-                counts = {"prior_precision_val_examples": len(searched.stored)}
-            held_out = target.held_out(searched.stored, searched.labels(run.device))
+            held_out = target.held_out(held.stored, held.labels(run.device))
         found = search(
             target, criterion=criterion, held_out=held_out, generator=run.stream("fit-laplace/val"), **common
         )
@@ -208,7 +213,7 @@ def _fit_gaussian(
             return (
                 chosen.fit,
                 found,
-                counts | {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain},
+                {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain},
             )
     except NumericError as error:
         if options.curvature != HESSIAN:
@@ -216,14 +221,16 @@ def _fit_gaussian(
         hint = "away from a mode the Hessian may be indefinite: use --curvature ggn or a larger --prior-precision"
         raise NumericError(error.message, hint=hint) from None
     warn_of_edge(run, found)
-    return found.fit, found, counts
+    return found.fit, found, {}
 
 
-def _some_examples(run: Run, held: Split) -> Split:
-    """Return LEAST_VAL random examples of val."""
-    text = f"{LEAST_VAL:,} of {len(held.stored):,} examples of val"
-    run.console.info(f"searching for the prior precision with {text}; the scores use all")
-    rows = torch.randperm(len(held.stored), generator=run.stream("fit-laplace/search"))[:LEAST_VAL]
+def _some_examples(run: Run, held: Split, count: int) -> Split:
+    """Return random examples of val."""
+    run.console.info(
+        f"using {count:,} of the {len(held.stored):,} val examples, drawn at random, because each takes a pass of the "
+        "network for every class"
+    )
+    rows = torch.randperm(len(held.stored), generator=run.stream("fit-laplace/search"))[:count]
     return held.take(rows.sort().values)
 
 

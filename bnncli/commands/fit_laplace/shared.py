@@ -248,7 +248,13 @@ def _summary(metrics: LaplaceMetrics) -> list[str]:
         lines.append(
             f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); use --center mode for one"
         )
-    lines += val_lines(metrics)
+    whole, where = metrics.get("val_drawn_from"), ""
+    if whole is not None and metrics["val"] is not None:
+        error = metrics["val"]["laplace"]["standard_error"]
+        where = (
+            f" on {metrics['val_num_examples']:,} random examples of {whole:,} (standard error of the NLL {error:.4f})"
+        )
+    lines += val_lines(metrics, where=where)
     return lines
 
 
