@@ -201,16 +201,43 @@ class Candidates:
             self._judge_together(log_precisions[start : start + size])
 
     def _find_path(self) -> CovariancePath | None:
-        """Return a path of covariances about the start; None without a cache for it, or where one does not exist."""
-        theta, layout = self.start.to(self.target.device).double(), cast("LogitLayout", self.target.layout)
+        """Return a path of covariances about the start; None if the network caches none, or a covariance does not exist."""
+        layout = cast("LogitLayout", self.target.layout)
         if not self.nodes or not keeps_path(layout):
             return None
         found = self._covariances(self.nodes)
-        return make_path(list(found.values()), self.nodes, layout, theta) if len(found) == len(self.nodes) else None
+        if len(found) < len(self.nodes):
+            return None
+        return make_path(list(found.values()), self.nodes, layout, self.start.to(self.target.device).double())
+
+    def _judge_together(self, log_precisions: Sequence[float]) -> None:
+        """Judge several precisions about the start, with one Jacobian of the held-out logits."""
+        theta, new = self.start.to(self.target.device).double(), list[float]()
+        for log_precision in log_precisions:
+            self.task.advance(note=f"{math.exp(log_precision):.3g}")
+            if not any(abs(log_precision - other) < _SAME for other in (*self.known, *self.failed, *new)):
+                new.append(log_precision)
+        covariances: dict[float, Covariance] = {}
+        if self._path is None:
+            covariances = self._covariances(new)
+            for log_precision in {*new} - {*covariances}:
+                self._fail(log_precision)
+            new = list(covariances)
+        if not new:
+            return
+        if self._of_center is None:
+            self._of_center = self.criterion.at_center(self.target, theta, math.nan)
+        if self._path is None:
+            values = self.criterion.together(self.target, theta, list(covariances.values()))
+        else:
+            values = self.criterion.along(self.target, theta, self._path, new)
+        hessian = self._fixed_hessian()
+        for log_precision, value in zip(new, values, strict=True):
+            self._add(log_precision, Candidate(theta, self._of_center, value - self._of_center, True), hessian)
 
     def _covariances(self, log_precisions: Sequence[float]) -> dict[float, Covariance]:
         """Return the covariances about the start under several precisions, except those that do not exist."""
-        theta, covariances = self.start.to(self.target.device).double(), {}
+        theta, covariances = self.start.to(self.target.device).double(), dict[float, Covariance]()
         for log_precision in log_precisions:
             target = self._target_at(log_precision)
             try:
@@ -221,30 +248,6 @@ class Candidates:
             self._hessians = {log_precision: found.hessian}
             covariances[log_precision] = found.covariance
         return covariances
-
-    def _judge_together(self, log_precisions: Sequence[float]) -> None:
-        """Judge several precisions about the start, with one Jacobian of the held-out logits."""
-        theta, new = self.start.to(self.target.device).double(), list[float]()
-        for log_precision in log_precisions:
-            self.task.advance(note=f"{math.exp(log_precision):.3g}")
-            if not any(abs(log_precision - other) < _SAME for other in (*self.known, *self.failed, *new)):
-                new.append(log_precision)
-        covariances = {} if self._path is not None else self._covariances(new)
-        for log_precision in new if self._path is None else ():
-            if log_precision not in covariances:
-                self._fail(log_precision)
-        judged = new if self._path is not None else list(covariances)
-        if not judged:
-            return
-        if self._of_center is None:
-            self._of_center = self.criterion.at_center(self.target, theta, math.nan)
-        if self._path is not None:
-            values = self.criterion.along(self.target, theta, self._path, judged)
-        else:
-            values = self.criterion.together(self.target, theta, list(covariances.values()))
-        hessian = self._fixed_hessian()
-        for log_precision, value in zip(judged, values, strict=True):
-            self._add(log_precision, Candidate(theta, self._of_center, value - self._of_center, True), hessian)
 
     def fit(self, log_precision: float) -> LaplaceFit | None:
         """Fit a known candidate exactly and update its value; mark it as failed and return None if that is impossible."""

@@ -211,7 +211,7 @@ def block_size(layout: ModuleLayout, largest: int, device: torch.device, num_oth
     """
     rows = 2 * num_others + layout.widest if num_others else 0
     each = layout.num_outputs * (layout.own_outputs + largest + rows) + 2 * layout.widest
-    return max(1, _BLOCK_ELEMENTS.get(device.type, 2**24) // each), each
+    return max(1, _BLOCK_ELEMENTS.get(device.type, 2**26) // each), each
 
 
 class MatrixDerivatives(NamedTuple):
