@@ -382,15 +382,51 @@ class PatchesUse(MatrixUse):
         """Return the sum of x x^T over examples and positions, (F, F) float64, and the number of terms."""
         padded = self._padded()
         num_columns, num_positions = self._patches(padded[:1]).shape[1:]
+        is_dense = self.module.stride[0] == self.module.dilation[0] == 1
+        height = self.module.kernel_size[0] if is_dense else 1
         total: Tensor | None = None
-        for some in padded.split(max(1, _PATCHES // (num_columns * num_positions))):
-            # Channels, then patch offsets, then examples and positions: one copy of long runs.
-            windows = self._windows(some.transpose(0, 1).contiguous())
-            patches = windows.movedim(1, 1 + len(self.module.kernel_size)).reshape(num_columns, -1)
-            part = self._with_ones(_gram(patches), patches.sum(dim=1), patches.shape[1])
+        for some in padded.split(max(1, height * _PATCHES // (num_columns * num_positions))):
+            gram, sums = (self._gram_of_rows if is_dense else self._gram_of_patches)(some)
+            part = self._with_ones(gram, sums, len(some) * num_positions)
             total = part if total is None else total.add_(part)
         assert total is not None
         return total, len(padded) * num_positions
+
+    def _gram_of_patches(self, padded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of x x^T (D, D) and of x (D,) over the patches."""
+        # Channels, then patch offsets, then examples and positions: one copy of long runs.
+        windows = self._windows(padded.transpose(0, 1).contiguous())
+        patches = windows.movedim(1, 1 + len(self.module.kernel_size)).flatten(0, len(self.module.kernel_size))
+        patches = patches.flatten(1)
+        return _gram(patches), patches.sum(dim=1)
+
+    def _gram_of_rows(self, padded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same for patches that move by one along the first dimension: half the work, or less.
+
+        Patches overlap there, so products of their rows depend on the distance of the rows, and on where the patches
+        start only through the first and last rows.
+        """
+        height, others = self.module.kernel_size[0], self.module.kernel_size[1:]
+        windows = self._windows(padded.permute(1, 2, 0, *range(3, padded.ndim)).flatten(1, 2).contiguous(), first=1)
+        rows = (
+            windows.movedim(1, 1 + len(others)).flatten(0, len(others)).unflatten(1, (padded.shape[2], -1)).flatten(2)
+        )
+        channels, count = padded.shape[1], padded.shape[2] - height + 1
+        size = len(rows) // channels
+        gram = rows.new_empty(channels, height, size, channels, height, size)
+        for distance in range(height):
+            first, second = rows[:, :count].flatten(1), rows[:, distance : distance + count].flatten(1)
+            products = first @ second.T if distance else _gram(first)
+            for start in range(height - distance):
+                if start:
+                    before, last = start - 1, start - 1 + count
+                    products = products - rows[:, before] @ rows[:, before + distance].T
+                    products += rows[:, last] @ rows[:, last + distance].T
+                block = products.view(channels, size, channels, size)
+                gram[:, start, :, :, start + distance] = block
+                gram[:, start + distance, :, :, start] = block.permute(2, 3, 0, 1)
+        sums = rows.sum(dim=2).unfold(1, count, 1).sum(dim=2).unflatten(0, (channels, size))
+        return gram.view(channels * height * size, -1), sums.transpose(1, 2).flatten()
 
     def _unbiased(self) -> Tensor:
         """Return the patches, (n, D, T)."""
@@ -413,16 +449,19 @@ class PatchesUse(MatrixUse):
         """Return the patches (n, D, T) of padded inputs (n, channels, sizes)."""
         return self._windows(padded).flatten(1, 1 + len(self.module.kernel_size)).flatten(2)
 
-    def _windows(self, images: Tensor) -> Tensor:
-        """Return a view (a, b, kernel, places) of images (a, b, sizes): the kernel's window at each place."""
+    def _windows(self, images: Tensor, first: int = 0) -> Tensor:
+        """Return a view (a, b, kernel, places) of images (a, b, sizes): the kernel's window at each place.
+
+        Args:
+            first: of the kernel's dimensions, those before which images do not have.
+        """
         module, own = self.module, images.stride()[2:]
-        reach = [rate * (size - 1) + 1 for rate, size in zip(module.dilation, module.kernel_size, strict=True)]
-        places = [
-            (side - far) // step + 1 for side, far, step in zip(images.shape[2:], reach, module.stride, strict=True)
-        ]
-        inside = [rate * one for rate, one in zip(module.dilation, own, strict=True)]
-        between = [step * one for step, one in zip(module.stride, own, strict=True)]
-        sizes = [*images.shape[:2], *module.kernel_size, *places]
+        kernel, steps, rates = (one[first:] for one in (module.kernel_size, module.stride, module.dilation))
+        reach = [rate * (size - 1) + 1 for rate, size in zip(rates, kernel, strict=True)]
+        places = [(side - far) // step + 1 for side, far, step in zip(images.shape[2:], reach, steps, strict=True)]
+        inside = [rate * one for rate, one in zip(rates, own, strict=True)]
+        between = [step * one for step, one in zip(steps, own, strict=True)]
+        sizes = [*images.shape[:2], *kernel, *places]
         return images.as_strided(sizes, [*images.stride()[:2], *inside, *between], images.storage_offset())
 
     def _padded(self) -> Tensor:

@@ -574,6 +574,19 @@ def test_the_sum_over_inputs_and_test_vectors_is_that_of_their_factor() -> None:
         torch.testing.assert_close(found.trace, factor.total.trace())
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_the_factor_of_patches_sums_over_each_position(dims: int, stride: int) -> None:
+    inputs = normal(5, 3, *(9, 8, 7)[:dims], seed=8)
+    for size, dilation, padding, bias in itertools.product((1, 3, (3, 2, 1)), (1, (1, 2, 1)), (0, 1), (False, True)):
+        kernel, rate = (one[:dims] if isinstance(one, tuple) else one for one in (size, dilation))
+        module = CONVOLUTIONS[dims - 1](3, 4, kernel, stride=stride, dilation=rate, padding=padding, bias=bias)
+        use = network_sums.PatchesUse(module, bias, inputs)
+        columns, (gram, count) = use.columns(), use.gram()
+        assert count == columns.shape[0] * columns.shape[2]
+        torch.testing.assert_close(gram, torch.einsum("nft,ngt->fg", columns, columns))
+
+
 @every_layered
 def test_twice_the_data_or_the_scale_is_twice_the_hessian(structure: str) -> None:
     plain = make_target("sequence")
