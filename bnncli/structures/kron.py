@@ -880,4 +880,4 @@ class TurnedBlock:
     def spectrum(self) -> tuple[Tensor, float] | None:
         """Return the curvature (K, F) and the prior precision; None if biases have a precision of their own."""
         sigma = self.covariance
-        return None if sigma.variances is None else (sigma.values, sigma.weight_precision)
+        return None if sigma.variances is None else (sigma._curvature, sigma.weight_precision)

@@ -34,6 +34,7 @@ from bnncli.structures.network_sums import (
     find_checked,
     forward,
     gradients,
+    is_complete,
     matrices_of,
     place_of,
     scales_of,
@@ -241,12 +242,14 @@ class MatrixDerivatives(NamedTuple):
         num_positions = sum(one.shape[3] for one in back)
         if back[0].shape[1] * len(outputs) >= num_positions:
             return build_turned(*self.in_bases(outputs, features))
-        basis = outputs.to(back[0]).T
+        turned = [coordinates(outputs.to(one), one) for one in back]
         sums = [
-            use.sums((basis @ one).flatten(1, 2)).unflatten(1, one.shape[1:3])
-            for (use, _), one in zip(self.uses, back, strict=True)
+            use.sums(one.flatten(1, 2)).unflatten(1, one.shape[1:3])
+            for (use, _), one in zip(self.uses, turned, strict=True)
         ]
-        return Turned((sums[0] if len(sums) == 1 else torch.stack(sums).sum(dim=0)) @ features.to(back[0]), None)
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(dim=0)
+        features = features.to(total)
+        return Turned(total @ features if is_complete(features) else coordinates(features, total.mT).mT, None)
 
     @property
     def has_bias(self) -> bool:
