@@ -18,6 +18,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.structures import Covariance, ggn
 from bnncli.structures.logit_gaussian import covariances_together, keeps_path, make_path
 from bnncli.structures.network_logits import keeping, path_weights
+from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
 
 NUM_INPUTS, NUM_CLASSES = 12, 3
@@ -38,13 +39,14 @@ class Convolutions(nn.Module):
         return self.last(self.second(self.norm(self.first(x).tanh())).tanh().mean(dim=2))
 
 
-def make_target() -> tuple[Convolutions, NetworkTarget]:
+def make_target(rank: int | None = None) -> tuple[Convolutions, NetworkTarget]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = Convolutions().eval()
     layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=NUM_CLASSES, input_shape=(2, 32))
     inputs = torch.randn(NUM_INPUTS, 2, 32, generator=seeded(1))
-    return module, NetworkTarget(inputs, torch.arange(NUM_INPUTS) % NUM_CLASSES, layout, Prior(1.0))
+    labels, choice = torch.arange(NUM_INPUTS) % NUM_CLASSES, CurvatureChoice(rank=rank)
+    return module, NetworkTarget(inputs, labels, layout, Prior(1.0), choice=choice)
 
 
 def covariances_of(
@@ -122,9 +124,10 @@ def test_a_gaussian_on_the_path_predicts_without_a_pass_of_its_own() -> None:
         assert module.calls > calls  # it was not put on the path
 
 
+@pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
-def test_bins_of_curvature_agree_with_each_precision_alone(structure: str) -> None:
-    _, target = make_target()
+def test_bins_of_curvature_agree_with_each_precision_alone(structure: str, rank: int | None) -> None:
+    _, target = make_target(rank)
     theta, candidates = target.layout.trained(), covariances_of(target, structure, NODES)
     together = covariances_together(candidates, target.layout, theta)(target.inputs)
     alone = torch.cat([covariances_together([one], target.layout, theta)(target.inputs) for one in candidates])
