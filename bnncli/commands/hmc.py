@@ -17,7 +17,15 @@ from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding_numbers
 from bnncli.evaluation.verdict import LOW_BFMI, lowest_bfmi
 from bnncli.inference import memory, structure_choice
-from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, draw_goals, sample_hmc
+from bnncli.inference.hmc import (
+    OVERDISPERSION,
+    Completion,
+    HmcRun,
+    Workers,
+    choose_residual,
+    draw_goals,
+    sample_hmc,
+)
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.memory import NetworkDraws
 from bnncli.inference.mode import covariance_at
@@ -74,9 +82,10 @@ from bnncli.structures import Covariance
 from bnncli.system.devices import estimate_speed
 from bnncli.system.memory import budget
 from bnncli.system.workers import team
+from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import Target, counting_passes
-from bnncli.targets.variants import choose_gradient
+from bnncli.targets.variants import SubsetResidual, choose_gradient
 
 _TRIAL_DRAWS = 256  # in a trial, over all chains
 
@@ -283,7 +292,10 @@ class Hmc(Method):
             )
             prior = Prior.from_meta(search, mean=prior.mean) or prior
         space = space_at(prior, None)
-        space = replace(space, passes=space.passes + search.get("prior_precision_search_passes", 0))
+        with counting_passes() as tally:
+            residual = _choose_residual(run, options, space)
+        passes = space.passes + tally.passes + search.get("prior_precision_search_passes", 0)
+        space = replace(space, residual=residual, passes=passes)
         return Sampling(run, options, fitting.request, prior, space, search).fit()
 
     def summarize(self, metrics: HmcMetrics) -> list[str]:
@@ -308,7 +320,7 @@ class Space:
         covariance: covariance of that Gaussian.
         identity: names the whitening. A run resumes only from a state with the same one.
         complete: draws theta given the coordinates; None where the chains move over theta itself.
-        coarse: gradient for the leapfrog kicks, as for sample_hmc.
+        coarse, residual: gradients for the kicks, as for sample_hmc.
         dispersion: width of the starts, in standard deviations of the Gaussian.
         predictions: split name (heldout, train) to the judge of how chains agree on log probabilities of its labels.
         judged_by: split whose predictions decide whether the chains converged; None to decide by the parameters.
@@ -325,6 +337,7 @@ class Space:
     identity: str
     complete: Completion | None = None
     coarse: Callable[[torch.Tensor], torch.Tensor] | None = None
+    residual: SubsetResidual | None = None
     dispersion: float = OVERDISPERSION
     predictions: Mapping[str, Judge] = field(default_factory=dict)
     judged_by: str | None = None
@@ -333,7 +346,17 @@ class Space:
     passes: float = 0.0
     smallest_group: int = 1
 
+    def count_passes(self, drawn: HmcRun, *, num_warmup: int = 0) -> float | None:
+        """Return the gradient passes over the data for these draws, including those to find the Gaussian; None if unknown."""
+        if drawn.num_gradients is None:
+            return None
+        passes = float(drawn.num_gradients)
+        if self.residual is not None:
+            passes = self.residual.share * passes + _ENERGY_PASSES * (num_warmup + drawn.draws.shape[1])
+        return drawn.draws.shape[0] * passes + self.passes
 
+
+_ENERGY_PASSES = 0.5  # of a gradient: forward only
 _SMALLEST_GROUP = 4  # chains per batch; on two cores a chain costs a third more in smaller batches, a tenth less in 16
 
 
@@ -399,6 +422,18 @@ def whiten_last_layer(
     )
 
 
+def _choose_residual(run: Run, options: HmcOptions, space: Space) -> SubsetResidual | None:
+    """Return the gradient of some examples that moves the chains; None where it needs all examples.
+
+    The dynamics `leapfrog` are a control that knows nothing of the Gaussian.
+    """
+    is_default = (options.sampler, options.dynamics, options.gradients) == ("hmc", "split", "float32")
+    is_exact = space.covariance.structure in registry.list_declaring("curvature", "is_exact")
+    if not (is_default and is_exact and isinstance(space.target, LastLayerTarget)) or space.complete is not None:
+        return None
+    return choose_residual(space.target, space.center, space.covariance, run.stream("hmc/residual"))
+
+
 def _find_reusable_gaussian(base: Base | None, prior: Prior, structure: str, train: Split) -> Gaussian | None:
     """Return the base's Gaussian where a fit would repeat it: same examples, prior and structure, at the mode."""
     if base is None or not base.is_gaussian or not base.prior.is_close(prior):
@@ -456,7 +491,7 @@ def choose_prior(
         )
         held_out = space.train.target(own_prior, run.device).held_out(features, labels)
         losses = held_out.losses(drawn.draws.flatten(0, 1).to(run.device))
-        passes += space.passes + options.chains * (drawn.num_gradients or 0)
+        passes += space.count_passes(drawn) or 0.0
         steps = float(drawn.n_steps.double().mean())
         return PriorTrial(
             precision, losses.cpu(), float(drawn.num_gradients or 0), limit * steps, (own_prior, space, drawn)
@@ -541,8 +576,10 @@ class Sampling:
             prior=self.prior,
         )
         metrics |= self.search
-        if drawn.num_gradients is not None:
-            passes = options.chains * drawn.num_gradients + space.passes
+        if space.residual is not None:
+            metrics["gradient_examples"] = space.residual.target.num_examples
+        passes = space.count_passes(drawn, num_warmup=options.warmup)
+        if passes is not None:
             metrics |= Cost.of_fit(passes, is_last_layer=space.train.is_last_layer).to_metrics()
         for text in hmc_warnings(cast(HmcMetrics, metrics)):
             run.console.warn(text)
@@ -586,6 +623,7 @@ class Sampling:
                     dynamics=options.dynamics,
                     dispersion=space.dispersion,
                     coarse=space.coarse,
+                    residual=space.residual,
                     complete=space.complete,
                     generator=run.stream("hmc/chains"),
                     is_enough=is_enough if options.conditions else None,
@@ -746,7 +784,10 @@ def format_summary(metrics: HmcMetrics) -> list[str]:
     if "judged_by" in metrics:
         lines.append("all chains started near the same weights, so R-hat cannot detect modes that none of them reached")
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
-    coarse = f" with {metrics['gradients']} gradients and exact energies" if "gradients" in metrics else ""
+    gradients = f"{metrics['gradients']} gradients" if "gradients" in metrics else None
+    if "gradient_examples" in metrics:
+        gradients = f"gradients of {metrics['gradient_examples']:,} examples"
+    coarse = "" if gradients is None else f" with {gradients} and exact energies"
     lines.append(
         f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {count_noun(metrics['divergences'], 'divergence')}, "
         f"step size {metrics['step_size']:.3f}, {metrics['mean_steps']:.1f} steps per draw{bfmi}"

@@ -173,6 +173,8 @@ class WhitenedPotential:
         coarse: cheaper gradient (C, P) at mode + displacement (C, P), used for kicks in place of the target's. Any kick
             that depends only on position keeps the trajectory reversible and volume-preserving, and the energy at its
             end, which decides on acceptance, is the target's.
+        residual: cheaper gradient (C, P) at mode + displacement (C, P) of the log joint beyond second order, used for
+            kicks with the gradient -z of the Gaussian; only for a covariance that is the inverse Hessian at the mode.
         pivot: centre of the rotations in the split dynamics, z (P,), float64; 0 by default. May be written between
             trajectories.
     """
@@ -181,6 +183,7 @@ class WhitenedPotential:
     mode: Tensor
     covariance: Root
     coarse: Callable[[Tensor], Tensor] | None = None
+    residual: Callable[[Tensor], Tensor] | None = None
     pivot: Tensor | None = None
 
     def theta(self, z: Tensor) -> Tensor:
@@ -188,23 +191,30 @@ class WhitenedPotential:
         return self.mode + self.covariance.unwhiten(z)
 
     def state(self, z: Tensor) -> State:
-        """Return potential and gradient at z (C, P): one pass over the data, or two if the gradient is coarse."""
+        """Return potential and gradient at z (C, P): one pass over the data, or two if the gradient is not the target's."""
         return self.with_energy(self.moving(z))
 
     def moving(self, z: Tensor) -> State:
-        """Return the state within a trajectory; with a coarse gradient the potential, which kicks do not need, is NaN."""
+        """Return the state within a trajectory; with a cheaper gradient the potential, which kicks do not need, is NaN."""
         displacement = self.covariance.unwhiten(z)
-        if self.coarse is not None:
+        if not self._moves_by_target:
             unknown = torch.full_like(z[:, 0], math.nan)
+            if self.residual is not None:
+                return State(z, unknown, z - self.covariance.pull_back(self.residual(displacement)).double())
+            assert self.coarse is not None
             return State(z, unknown, -self.covariance.pull_back(self.coarse(displacement)).double())
         log_joint, gradient = self.target.log_joint_and_grad(self.mode + displacement)
         return State(z, -log_joint, -self.covariance.pull_back(gradient).double())
 
     def with_energy(self, state: State) -> State:
         """Return the state from `moving` with the target's own potential."""
-        if self.coarse is None:
+        if self._moves_by_target:
             return state
         return state._replace(potential=-self.target.log_joint(self.theta(state.z)))
+
+    @property
+    def _moves_by_target(self) -> bool:
+        return self.coarse is None and self.residual is None
 
     def offset(self, z: Tensor) -> Tensor:
         """Return the offset of z (C, P) from the pivot."""
@@ -248,12 +258,14 @@ class StepFactors(NamedTuple):
     sine: float | Tensor
 
 
-def num_trajectory_gradients(length: float, step_size: float, *, dynamics: str, most: int = MAX_STEPS) -> int:
+def num_trajectory_gradients(
+    length: float, step_size: float, *, dynamics: str, least: int = 1, most: int = MAX_STEPS
+) -> int:
     """Return the number of gradients for a trajectory of this length at steps of at most step_size each.
 
     The number is a whole number of steps of `parts`.
     """
-    count = max(1, math.ceil(length / step_size - 1e-9))
+    count = max(least, math.ceil(length / step_size - 1e-9))
     return min(most, count + (dynamics == "split" and count > 3 and count % 2))
 
 
@@ -370,7 +382,8 @@ def transition(
     momentum = standard_normal(num_chains, dim, generator, state.z.device)
     unit = torch.rand(num_chains + 1, generator=generator, device=generator.device, dtype=torch.float64)
     length = TURN * (JITTER[0] + (JITTER[1] - JITTER[0]) * float(unit[0]))
-    num_steps = num_trajectory_gradients(length, step_size, dynamics=dynamics, most=max_steps)
+    least = 1 if potential.residual is None else 2  # the energy takes longer than a second gradient
+    num_steps = num_trajectory_gradients(length, step_size, dynamics=dynamics, least=least, most=max_steps)
     mover = mover or PlainMover(potential, dynamics)
     proposal, new_momentum = mover(state, momentum, step_size=min(length / num_steps, step_size), num_steps=num_steps)
     if not mover.has_energy:

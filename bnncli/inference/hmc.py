@@ -34,7 +34,9 @@ from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.structures import Covariance, root_for_many
 from bnncli.system.workers import Team, shares, working_alone
+from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.target import WholeTarget
+from bnncli.targets.variants import SubsetResidual, residual_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -277,6 +279,7 @@ def sample_hmc(
     go_on: HmcRun | None = None,
     dynamics: str = "split",
     coarse: Callable[[Tensor], Tensor] | None = None,
+    residual: Callable[[Tensor], Tensor] | None = None,
     is_enough: Callable[[Tensor], bool] | None = None,
     max_draws: int | None = None,
     complete: Completion | None = None,
@@ -302,6 +305,7 @@ def sample_hmc(
         dynamics: split or leapfrog.
         coarse: gradient (C, P) at mode + displacement (C, P) for kicks; energies remain the target's. Its own by
             default.
+        residual: the same beyond the log density of the Gaussian, which must have the target's own Hessian; replaces coarse.
         is_enough: judges the draws (C, T, P) after num_draws and after every num_draws / 2 more, until it returns True
             or there are max_draws per chain (20 num_draws by default).
         complete: adds the parameters that the target does not include. Draws and their log joint are of the whole,
@@ -320,7 +324,7 @@ def sample_hmc(
     # For many parameters, float64 whitening would cost more than the gradients, whose products are float32.
     is_large = target.dtype != torch.float64 and len(mode) > _LARGE
     whitening = root_for_many(covariance, target.device, torch.float32 if is_large else None)
-    potential = WhitenedPotential(target, mode, whitening, coarse, pivot=torch.zeros_like(mode))
+    potential = WhitenedPotential(target, mode, whitening, coarse, residual, pivot=torch.zeros_like(mode))
     settings = SamplerSettings(num_warmup, target_accept, dynamics)
     if go_on is not None:
         settings = settings._replace(first_step=go_on.step_size)
@@ -353,6 +357,52 @@ def sample_hmc(
         raise
     found = kept.run(chains.walk.adaptation.final)
     return replace(found, num_gradients=chains.walk.num_gradients, position=chains.walk.state.z)
+
+
+# Subsets of the examples for the gradient beyond second order. A LeNet-5 head (60,000 examples, prior precision 698): with
+# 1/16 of them, 260 draws of 16 chains take 18 s on one thread instead of 37, and are as effective.
+_SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
+_LARGEST_ERROR = 0.18  # of a kick, in posterior standard deviations: costs 7% of acceptance
+# Of the whole gradient beyond second order: where it is larger, draws of the Gaussian do not tell how accurate a subset is
+# along the chains.
+_LARGEST_RESIDUAL = 2.0
+_PILOT_DRAWS = 8
+_LEAST_RATIO = 4  # examples by parameter: below it, products with the root of the covariance take the time
+_LEAST_WORK = 1e7  # examples times parameters; below it, a run takes seconds
+
+
+def choose_residual(
+    target: LastLayerTarget, mode: Tensor, covariance: Covariance, generator: torch.Generator
+) -> SubsetResidual | None:
+    """Return the gradient beyond second order from the smallest subset of examples that is accurate enough.
+
+    None if the target is small or far from Gaussian, as under weak priors, or a quarter of the examples is not enough.
+
+    Args:
+        mode: (P,).
+        covariance: inverse of the whole Hessian there.
+        generator: CPU generator of the draws that judge a subset, and of the subset.
+    """
+    num_examples, num_params = target.num_examples, target.layout.num_params
+    if num_examples < _LEAST_RATIO * num_params or num_examples * num_params < _LEAST_WORK:
+        return None
+    anchor, root = mode.to(target.device).double(), covariance.to(device=target.device)
+    z = standard_normal(2 * _PILOT_DRAWS, num_params, generator, target.device)
+    displacement = root.unwhiten(z).double()
+    sizes = residual_sizes(target, anchor, displacement[:_PILOT_DRAWS])
+    z, displacement = z[_PILOT_DRAWS:], displacement[_PILOT_DRAWS:]
+    expected = root.pull_back(target.log_joint_and_grad(anchor + displacement)[1]) + z
+    if not _rms_length(expected) <= _LARGEST_RESIDUAL:
+        return None
+    for share in _SHARES:
+        found = SubsetResidual.draw(target, anchor, sizes, round(share * num_examples), generator)
+        if _rms_length(root.pull_back(found(displacement)) - expected) <= _LARGEST_ERROR:
+            return found
+    return None
+
+
+def _rms_length(rows: Tensor) -> float:
+    return float(rows.square().sum(dim=1).mean().sqrt())
 
 
 def _restore_state(

@@ -224,12 +224,14 @@ class HmcMetrics(ChainMetrics, total=False):
     Attributes:
         stopped_by: conditions of --until that were met.
         until_looks: times that they were checked.
+        gradient_examples: examples whose gradients moved the chains; absent if all of them did.
         min_bfmi: lowest energy Bayesian fraction of missing information over chains.
         mean_steps: leapfrog steps per draw.
     """
 
     dynamics: str | None
     gradients: str
+    gradient_examples: int
     stopped_by: str | None
     until_looks: int
     min_bfmi: float | None

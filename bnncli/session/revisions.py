@@ -51,12 +51,13 @@ def of_laplace(*, in_span: bool) -> int:
 
 
 def of_hmc(*, in_span: bool, num_params: int) -> int:
-    """Return 14 for chains in the row space of the features, 13 for all of theta; 15 and 16 for long draws.
+    """Return 18 for chains in the row space of the features, 17 for all of theta; 19 and 20 for long draws.
 
-    13 to 16 move about their base if it is the Gaussian they need; 9 to 12 always fitted one. In 5 to 8, chains
-    neither descended from their starts nor rotated about their mean; in 1 to 4, steps had one stage.
+    17 to 20 move by the gradients of some examples if that is accurate enough; 13 to 16 about their base if it is the
+    Gaussian they need; 9 to 12 always fitted one. In 5 to 8, chains neither descended from their starts nor rotated about
+    their mean; in 1 to 4, steps had one stage.
     """
-    return (14 if in_span else 13) + (2 if _is_long(num_params) else 0)
+    return (18 if in_span else 17) + (2 if _is_long(num_params) else 0)
 
 
 def of_predict(num_drawn: int, integrator: str = "") -> int:

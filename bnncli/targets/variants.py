@@ -1,4 +1,4 @@
-"""Variants of the last layer's target: many sets of labels at once, and a low-precision gradient."""
+"""Variants of the last layer's target: many sets of labels at once, and cheaper gradients."""
 
 from __future__ import annotations
 
@@ -206,6 +206,89 @@ class CoarseGradient:
         columns = layout.num_outputs * (displacement.shape[0] + 1)
         blocks_in = torch.float32 if self.logits is None else operands
         return self.target.blocks.sum(work, columns=columns, dtype=blocks_in)[0]
+
+
+@dataclass(frozen=True)
+class SubsetResidual:
+    """The gradient of a target's log joint beyond second order about an anchor, estimated from some examples.
+
+    What an example adds beyond second order is large for few of them: where the network is sure, probabilities hardly
+    change. Examples are drawn in proportion to it and weighted by the inverse probability, so the estimate is unbiased.
+
+    Args:
+        target: of the chosen examples (n, D).
+        logits: (K, n), float32, at the anchor.
+        weights: (n,), float32.
+        share: of all examples.
+    """
+
+    target: LastLayerTarget
+    logits: Tensor
+    weights: Tensor
+    share: float
+
+    @classmethod
+    def draw(
+        cls, target: LastLayerTarget, anchor: Tensor, sizes: Tensor, count: int, generator: torch.Generator
+    ) -> SubsetResidual:
+        """Draw about `count` examples, systematically in their order; those with the largest sizes (N,) are certain."""
+        chances = _inclusion_chances(sizes, count)
+        start = torch.rand((), generator=generator, dtype=torch.float64).to(chances.device)
+        index = (chances.cumsum(dim=0) + start).floor().diff(prepend=start.floor().unsqueeze(0)).nonzero()[:, 0]
+        chosen = target.some(index)
+        logits = _logits(chosen.features.float(), anchor.to(target.device), target)
+        return cls(chosen, logits, (1 / chances[index]).float(), len(index) / target.num_examples)
+
+    def __call__(self, displacement: Tensor) -> Tensor:
+        """Return the gradient (S, P), float64, at anchor + displacement (S, P)."""
+        target, layout = self.target, self.target.layout
+        blocks = draw_blocks(displacement.to(target.device, torch.float32), layout)
+        return -target.likelihood_scale * torch.cat([self._sum(block) for block in blocks])
+
+    def _sum(self, displacement: Tensor) -> Tensor:
+        layout = self.target.layout
+
+        def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            third = _beyond_second_order(block, displacement, self.logits[:, rows], self.target)
+            return (weighted_feature_sums(third.mul_(self.weights[rows]), block, layout),)
+
+        columns = layout.num_outputs * displacement.shape[0]
+        return self.target.blocks.sum(work, columns=columns, dtype=torch.float32)[0]
+
+
+def residual_sizes(target: LastLayerTarget, anchor: Tensor, displacement: Tensor) -> Tensor:
+    """Return how much each example adds to the gradient beyond second order, (N,): rms over displacements (S, P)."""
+    anchor, displacement = anchor.to(target.device), displacement.to(target.device, torch.float32)
+
+    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+        third = _beyond_second_order(block, displacement, _logits(block, anchor, target), target)
+        norms = block.square().sum(dim=1).add_(float(target.layout.has_bias))
+        return (third.square().sum(dim=0).mean(dim=0).mul_(norms).sqrt_(),)
+
+    columns = target.layout.num_outputs * (displacement.shape[0] + 1)
+    return torch.cat([part for (part,) in target.blocks.map(work, columns=columns, dtype=torch.float32)])
+
+
+def _beyond_second_order(block: Tensor, displacement: Tensor, anchor: Tensor, target: LastLayerTarget) -> Tensor:
+    """Return p(f + u) - p(f) - J u, (K, S, n), for features (n, D), displacements (S, P) and logits f (K, n) at the anchor."""
+    likelihood = target.likelihood
+    moved = block_logits(block, displacement, target.layout)
+    _, expected = likelihood.normalize_(anchor.clone())
+    expected = expected.unsqueeze(1)
+    _, probabilities = likelihood.normalize_(moved + anchor.unsqueeze(1))
+    return probabilities.sub_(expected).sub_(likelihood.hessian_product_(expected, moved))
+
+
+def _inclusion_chances(sizes: Tensor, count: int) -> Tensor:
+    """Return inclusion probabilities (N,), float64, that sum to count: in proportion to sizes, and at most 1."""
+    ordered = sizes.double().sort(descending=True).values
+    rest = ordered.flip(0).cumsum(dim=0).flip(0)
+    # The first m are certain where the next would not be: size * (count - m) < the sum of the rest.
+    certain = torch.arange(count, device=sizes.device)
+    is_below = ordered[:count] * (count - certain) < rest[:count]
+    num_certain = int(is_below.to(torch.uint8).argmax()) if bool(is_below.any()) else count - 1
+    scale = (count - num_certain) / rest[num_certain].clamp_min(1e-300)
+    return (sizes.double() * scale).clamp(max=1.0)
 
 
 def choose_gradient(gradients: str, target: LastLayerTarget, anchor: Tensor) -> CoarseGradient | None:

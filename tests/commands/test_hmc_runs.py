@@ -90,6 +90,30 @@ def test_coarse_gradients_are_told_recorded_and_continued(cli: Cli, small_run: P
     cli("hmc", small_run, *SMALL, "--name", "whole").expect(73, "gradients: existing='bfloat16', requested='float32'")
 
 
+@pytest.mark.long
+def test_gradients_of_some_examples_are_told_and_continued(cli: Cli, tmp_path: Path, stop_after: Any) -> None:
+    stream = np.random.default_rng(0)
+    features, weight = stream.normal(size=(50_000, 20)).astype(np.float32), stream.normal(size=(10, 20))
+    labels = (features @ weight.T + stream.gumbel(size=(50_000, 10))).argmax(axis=1)
+    arrays = {"features_train": features, "labels_train": labels, "head_weight": weight, "head_bias": np.zeros(10)}
+    np.savez(tmp_path / "run.npz", **arrays)
+    run = tmp_path / "run"
+    cli("extract-features", run, "--from-npz", tmp_path / "run.npz").expect(0)
+    cli("fit-laplace", run, "--prior-precision", 1).expect(0)
+    words = ["hmc", run, "--chains", 4, "--warmup", 6, "--draws", 8]
+    whole = cli(*words, "--name", "whole", "--json")
+    count = whole.json["metrics"]["gradient_examples"]
+    assert count < 50_000 / 8
+    assert f"with gradients of {count:,} examples and exact energies" in whole.stderr
+    control = cli(*words, "--name", "control", "--dynamics", "leapfrog", "--json")
+    assert "gradient_examples" not in control.json["metrics"]
+    costs = [done.json["metrics"]["cost"]["gradient_passes"] for done in (whole, control)]
+    assert costs[0] < costs[1] / 2
+    stop_after(9)
+    cli(*words, "--name", "cut").expect(128 + signal.SIGTERM)
+    assert digest_of(cli(*words, "--name", "cut", "--resume", "--json")) == digest_of(whole)
+
+
 def test_draws_without_gradients_option_are_fresh(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = HmcOptions.params
     with monkeypatch.context() as patch:

@@ -34,7 +34,7 @@ from bnncli.inference.dynamics import (
     trajectory_stages,
     transition,
 )
-from bnncli.inference.hmc import HmcRun, sample_hmc
+from bnncli.inference.hmc import HmcRun, choose_residual, sample_hmc
 from bnncli.inference.nuts import sample_nuts
 from bnncli.numerics import random
 from bnncli.parameters.layouts import HeadLayout
@@ -104,6 +104,48 @@ def test_draws_have_the_moments_of_the_posterior_whatever_kicks(dynamics: str, g
     assert_moments(z, *grid_moments(target, base))
     expected = torch.stack([target.log_joint(chain.double()) for chain in result.draws[:5]])
     torch.testing.assert_close(result.log_joint[:5], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_draws_have_the_moments_of_the_posterior_whatever_residual_moves_them() -> None:
+    target = make_target(LAYOUTS[1])
+    base = gaussian_at_mode(target)
+    wrong = {"residual": lambda displacement: 0.3 * torch.sin(displacement) + 0.2}
+    result = run(target, base, num_chains=320, num_warmup=20, num_draws=25, **wrong)
+    z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(320, 25, 2)
+    assert_moments(z, *grid_moments(target, base))
+
+
+def separable_by(noise: float) -> LastLayerTarget:
+    layout = HeadLayout(4, 20)
+    features = torch.randn(125_000, 20, generator=seeded())
+    labels = (features[:, :4] + noise * torch.randn(125_000, 4, generator=seeded(1))).argmax(dim=1)
+    return LastLayerTarget(features, labels, layout, Prior(1.0))
+
+
+@pytest.mark.long
+def test_some_examples_move_chains_as_well_as_all_of_them_do() -> None:
+    target = separable_by(1.0)
+    base = gaussian_at_mode(target)
+    residual = choose_residual(target, base.mean, base.covariance, seeded())
+    assert residual is not None
+    assert residual.share < 0.05
+    with_all, with_some = (
+        run(target, base, num_chains=16, num_warmup=20, num_draws=40, target_accept=0.9, residual=one)
+        for one in (None, residual)
+    )
+    assert float(with_some.acceptance_rate.mean()) > 0.9
+    assert (with_some.n_steps == 2).all()  # one is cheap beside the energy
+    of_all, of_some = (convergence(one.draws.numpy()) for one in (with_all, with_some))
+    assert of_some.ess_bulk > 0.9 * of_all.ess_bulk
+
+
+def test_chains_move_by_all_examples_of_a_small_or_far_from_gaussian_target() -> None:
+    small = make_target(LAYOUTS[0])
+    base = gaussian_at_mode(small)
+    assert choose_residual(small, base.mean, base.covariance, seeded()) is None
+    far = replace(separable_by(1.0), likelihood_scale=4e-4, prior=Prior(1e-3))
+    base = gaussian_at_mode(far)
+    assert choose_residual(far, base.mean, base.covariance, seeded()) is None
 
 
 def off_by_a_third(target: LastLayerTarget, anchor: Tensor) -> Any:

@@ -39,7 +39,7 @@ from bnncli.targets.grams import (
     weighted_grams,
 )
 from bnncli.targets.last_layer import LastLayerTarget, multiply_halves, multiply_in, rough_multiply, round_to_tf32
-from bnncli.targets.variants import CoarseGradient, ManyLabels
+from bnncli.targets.variants import CoarseGradient, ManyLabels, SubsetResidual, residual_sizes
 
 make_target = partial(head_target, prior=0.7)
 
@@ -291,6 +291,34 @@ def test_logits_that_are_not_kept_are_made_again(precision: str, monkeypatch: py
     assert kept.logits is not None
     assert made.logits is None
     torch.testing.assert_close(made(way), kept(way), rtol=1e-3, atol=1e-3)
+
+
+def beyond_second_order(target: LastLayerTarget, displacement: Tensor) -> Tensor:
+    """The gradient of the log joint at a displacement (S, P) from the anchor, less its linear part there, in float64."""
+    anchor = anchor_of(target)
+    there, here = (
+        target.log_joint_and_grad(at, dtype=torch.float64)[1] for at in (anchor + displacement, anchor[None])
+    )
+    return there - here + target.hessian_vector_product(anchor, displacement)
+
+
+@pytest.mark.parametrize("layout", COARSE_LAYOUTS, ids=str)
+def test_a_subset_estimates_the_gradient_beyond_second_order_without_bias(layout: HeadLayout) -> None:
+    target = coarse_target(layout)
+    way = 0.3 * torch.randn(3, layout.num_params, generator=seeded(3), dtype=torch.float64)
+    expected, anchor = beyond_second_order(target, way), anchor_of(target)
+    sizes = residual_sizes(target, anchor, way)
+    whole = SubsetResidual.draw(target, anchor, sizes, target.num_examples, seeded())
+    assert whole.share == 1
+    torch.testing.assert_close(whole(way), expected, rtol=1e-3, atol=1e-3)
+    drawn = [SubsetResidual.draw(target, anchor, sizes, 20, seeded(seed)) for seed in range(200)]
+    assert {round(200 * one.share) for one in drawn} <= {19, 20, 21}
+    found = torch.stack([one(way) for one in drawn])
+    error = found.std(dim=0) / math.sqrt(len(drawn))
+    assert float(((found.mean(dim=0) - expected) / error).abs().max()) < 5
+    for row in (0, 7, 50):
+        alone = beyond_second_order(target.some(torch.tensor([row])), way) / target.likelihood_scale
+        assert float(sizes[row]) == pytest.approx(float(alone.square().sum(dim=1).mean().sqrt()), rel=1e-3)
 
 
 @every_precision
