@@ -17,6 +17,7 @@ from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding_numbers
 from bnncli.evaluation.verdict import LOW_BFMI, lowest_bfmi
 from bnncli.inference import memory, structure_choice
+from bnncli.inference.elbo import JUDGING_DRAWS
 from bnncli.inference.hmc import (
     OVERDISPERSION,
     Completion,
@@ -30,7 +31,7 @@ from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.memory import NetworkDraws
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.nuts import sample_nuts
-from bnncli.inference.prior_variants import PriorTrial, search_prior
+from bnncli.inference.prior_variants import PriorTrial, losses_if_close, search_prior
 from bnncli.inference.row_space import complete_draws
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
@@ -473,6 +474,16 @@ def choose_prior(
         nonlocal passes
         own_prior = prior.times(precision / prior.weight_precision)
         space = space_at(own_prior, None if before is None else before.found[1])
+        held_out = space.train.target(own_prior, run.device).held_out(features, labels)
+        losses = None
+        if space.complete is None:
+            gaussian = Gaussian(space.center, space.covariance, space.target.layout)
+            size, generator = options.chains * num_draws, run.stream("hmc/prior")
+            losses = losses_if_close(space.target, gaussian, held_out, size, generator)
+        if losses is not None:
+            passes += space.passes + _ENERGY_PASSES * JUDGING_DRAWS
+            cost = _ENERGY_PASSES * JUDGING_DRAWS / options.chains
+            return PriorTrial(precision, losses.cpu(), cost, limit, (own_prior, space, None), is_gaussian=True)
         drawn = sample_hmc(
             space.target,
             mode=space.center,
@@ -489,7 +500,6 @@ def choose_prior(
             complete=space.complete,
             progress=run.console,
         )
-        held_out = space.train.target(own_prior, run.device).held_out(features, labels)
         losses = held_out.losses(drawn.draws.flatten(0, 1).to(run.device))
         passes += space.count_passes(drawn) or 0.0
         steps = float(drawn.n_steps.double().mean())

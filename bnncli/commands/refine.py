@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -17,9 +17,10 @@ from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, reac
 from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space, resolve_settings, settings_of
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
-from bnncli.inference.elbo import measure_gain
+from bnncli.inference.elbo import log_weight_spread, measure_gain
+from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.memory import NetworkDraws
-from bnncli.inference.prior_variants import PriorTrial, search_prior
+from bnncli.inference.prior_variants import PriorTrial, losses_if_close, search_prior
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.inference.row_space import reduce_gaussian, reduce_target, replace_outside
 from bnncli.integrators.mc import Mc, affordable_draws
@@ -33,7 +34,7 @@ from bnncli.parameters.module import LAST, ModuleLayout, recorded_layout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.registry import names
+from bnncli.registry import list_declaring, names
 from bnncli.session import revisions as _revisions
 from bnncli.session.costs import Cost
 from bnncli.session.fits import Base, FitInputs, FitOutput, Fitting, Method, Report, run_fit
@@ -74,7 +75,7 @@ from bnncli.structures.diag import Diag
 from bnncli.structures.directions import Subspace
 from bnncli.structures.row_space import rows_of
 from bnncli.system.memory import budget, bytes_text
-from bnncli.targets.target import Target
+from bnncli.targets.target import Target, counting_passes
 
 TRIAL_DRAWS = 256  # draws that score a prior precision on val; fewer for large heads
 BASE = "laplace"  # default base of the last layer; those of other layers add a suffix
@@ -113,8 +114,8 @@ class RefineOptions(SearchedPriorOptions):
     )
     patience: int = option(
         5,
-        "Stop after this many rounds without a better ELBO (a round is an epoch, or 25 steps). With 0, never "
-        "stop early.",
+        "Stop after this many rounds without a better ELBO (a round is an epoch, or 25 steps), or after 1 where the "
+        "base leaves at most half a nat to gain. With 0, never stop early.",
         minimum=0,
         group="Training",
         is_rare=True,
@@ -355,7 +356,7 @@ class Refinement(Method):
         if options.prior_precision == AUTO and val is not None:
             num_draws = affordable_draws(TRIAL_DRAWS, train.layout.num_params)
             prior_search = (read_stored_search(fitting.request) if options.resume else None) or choose_prior(
-                run, options, prior, (train, val), fit_at, num_draws=num_draws
+                run, options, prior, (train, val), fit_at, partial(_gaussian_at, fitting), num_draws=num_draws
             )
             prior = Prior.from_meta(prior_search, mean=prior.mean) or prior
         also = search_identity(prior_search)
@@ -363,8 +364,9 @@ class Refinement(Method):
             run, fitting.request, resume=options.resume, save_every=options.save_every, also=also
         )
         with resumable.hint():
-            found = fit_at(prior, state=resumable.restore(), save=resumable.save)
             base, target = _open_base(fitting, prior), train.target(prior, run.device)
+            patience = _choose_patience(run, options, base, target)
+            found = fit_at(prior, patience=patience, state=resumable.restore(), save=resumable.save)
             metrics = _measure(run, options, found, base, target) | prior_search
             passes = len(found.history) * (options.num_draws or 1)
             passes += prior_search.get("prior_precision_search_passes", 0)
@@ -599,12 +601,45 @@ def _fit_flow(target: Any, base: Gaussian, **choices: Any) -> RefineFit:
     return replace(fit, posterior=replace(fit.posterior, base=base))
 
 
+def _gaussian_at(fitting: Fitting, prior: Prior, near: Gaussian | None) -> Gaussian | None:
+    """Return the Gaussian at the mode under a prior; None unless the base is one over all of theta, with the whole Hessian.
+
+    Args:
+        near: that under a neighbouring prior; None for the base's own prior.
+    """
+    run, base = fitting.run, fitting.base
+    if base is None or span_of(base.header.meta) is not None:
+        return None
+    structure = base.header.meta.get("structure")
+    if base.header.meta.get("center") != "mode" or structure not in list_declaring("curvature", "is_exact"):
+        return None
+    if near is None:
+        return _open_base(fitting, prior) if base.prior.is_close(prior) else None
+    target = fitting.train.target(prior, run.device)
+    return fit_gaussian(target, structure=str(structure), center="mode", start=near.mean, progress=run.console).gaussian
+
+
+_BRIEF_PATIENCE = 1  # rounds
+
+
+def _choose_patience(run: Run, options: RefineOptions, base: Gaussian, target: Target) -> int:
+    """Return the rounds without a better ELBO after which training stops: few if it can hardly rise.
+
+    The KL divergence of a base whose log importance weights are normal is half the square of their standard deviation.
+    """
+    if options.patience <= _BRIEF_PATIENCE or not options.is_last_layer:
+        return options.patience
+    spread = log_weight_spread(target, base, run.stream("refine/patience"))
+    return _BRIEF_PATIENCE if 0.5 * spread**2 < NEGLIGIBLE_NATS else options.patience
+
+
 def choose_prior(
     run: Run,
     options: RefineOptions,
     prior: Prior,
     splits: tuple[Split, Split],
     fit_at: Callable[..., RefineFit],
+    gaussian_at: Callable[[Prior, Gaussian | None], Gaussian | None],
     *,
     num_draws: int,
 ) -> dict[str, Any]:
@@ -614,6 +649,7 @@ def choose_prior(
         prior: prior of the base, where the search starts.
         splits: train and labelled val.
         fit_at: refines under a prior, for `epochs`, continuing from the posterior `go_on` if given.
+        gaussian_at: returns the Gaussian at the mode under a prior, given that of a neighbouring one; None if unavailable.
         num_draws: draws that predict val.
     """
     train, val = splits
@@ -621,13 +657,24 @@ def choose_prior(
 
     def try_at(precision: float, before: PriorTrial | None) -> PriorTrial:
         own_prior = prior.times(precision / prior.weight_precision)
-        epochs = options.trial_epochs * (2 if before is None else 1)  # the first starts from the base
-        fit = fit_at(own_prior, epochs=epochs, go_on=None if before is None else before.found[1])
-        theta = fit.posterior.sample(num_draws, run.stream("refine/prior-draws"))
-        losses = train.target(own_prior, run.device).held_out(features, labels).losses(theta)
-        return PriorTrial(
-            precision, losses.cpu(), len(fit.history), float(options.epochs or 0), (own_prior, fit.posterior)
+        target, limit, generator = (
+            train.target(own_prior, run.device),
+            float(options.epochs or 0),
+            run.stream("refine/prior-draws"),
         )
+        held_out = target.held_out(features, labels)
+        flow, near = (None, None) if before is None else before.found[1:]
+        with counting_passes() as tally:
+            gaussian = gaussian_at(own_prior, near)
+        cost = tally.passes / (options.num_draws or 1)
+        losses = None if gaussian is None else losses_if_close(target, gaussian, held_out, num_draws, generator)
+        if losses is not None:
+            return PriorTrial(precision, losses.cpu(), cost, limit, (own_prior, flow, gaussian), is_gaussian=True)
+        epochs = options.trial_epochs * (2 if flow is None else 1)  # the first starts from the base
+        fit = fit_at(own_prior, epochs=epochs, go_on=flow)
+        losses = held_out.losses(fit.posterior.sample(num_draws, run.stream("refine/prior-draws")))
+        cost += len(fit.history)
+        return PriorTrial(precision, losses.cpu(), cost, limit, (own_prior, fit.posterior, gaussian))
 
     found = search_prior(try_at, prior.weight_precision, progress=run.console)
     passes = sum(trial.cost for trial in found.trials) * (options.num_draws or 1)

@@ -134,6 +134,14 @@ def log_weights(target: Target, posterior: HasNoise, noise: Tensor, task: Task |
     return torch.cat(parts)
 
 
+JUDGING_DRAWS = 64
+
+
+def log_weight_spread(target: Target, posterior: HasNoise, generator: torch.Generator) -> float:
+    """Return the standard deviation of the log weights of 64 draws, nats; NaN if one is not finite."""
+    return float(log_weights(target, posterior, posterior.noise(JUDGING_DRAWS, generator)).std())
+
+
 FIRST_DRAWS = 512
 FIRST_NETWORK_DRAWS = 32  # for networks, where each draw is a forward pass: enough to detect very unequal weights
 LEAST_NETWORK_DRAWS = 64

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import NumericError
 from bnncli.evaluation.groups import RowGroups
+from bnncli.evaluation.recommendation import WORSE_SHARE
+from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
+from bnncli.inference.elbo import JUDGING_DRAWS
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.mode import covariance_at
 from bnncli.inference.prior_search import (
@@ -30,9 +33,10 @@ from bnncli.inference.prior_search import (
 from bnncli.lazy import torch
 from bnncli.parameters.module import module_places
 from bnncli.parameters.prior import Prior
+from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.structures import varying_places
-from bnncli.targets.target import CurvedTarget, HeldOut
+from bnncli.targets.target import CurvedTarget, HeldOut, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -341,6 +345,7 @@ class PriorTrial:
         cost: of the trial, in the unit of PriorClimb's limit.
         limit: cost allowed for all trials while this one is the best.
         found: state that the next trial continues from.
+        is_gaussian: whether draws of a Gaussian predicted, instead of those of a fit.
     """
 
     precision: float
@@ -348,6 +353,7 @@ class PriorTrial:
     cost: float
     limit: float
     found: Any = None
+    is_gaussian: bool = False
 
     @property
     def nll(self) -> float:
@@ -367,6 +373,28 @@ class PriorTrials:
     def curve(self) -> list[list[float]]:
         """Precision and mean loss of all trials, by increasing precision."""
         return sorted([one.precision, one.nll] for one in self.trials)
+
+
+_SMALLEST_CHANGE = WORSE_SHARE / 2  # of the NLL: less would not change the choice
+
+
+def losses_if_close(
+    target: Target, gaussian: Gaussian, held_out: HeldOut, num_draws: int, generator: torch.Generator
+) -> Tensor | None:
+    """Return the losses (M,) by draws of a Gaussian if draws of the target would predict the same; else None.
+
+    Close to the target, draws of both predict p and p + cov(p, w), w the log importance weight, to first order.
+    """
+    theta, log_density = gaussian.from_noise(gaussian.noise(JUDGING_DRAWS, generator))
+    weights = target.log_joint(theta) - log_density
+    if not float(weights.std()) < CLOSE_LOG_WEIGHT_SD:
+        return None
+    probabilities = torch.stack([held_out.losses(one) for one in theta.split(1)]).neg().exp()
+    mean = probabilities.mean(dim=0)
+    change = (weights - weights.mean()) @ probabilities / (len(weights) - 1) / mean
+    if not abs(float(change.mean())) < _SMALLEST_CHANGE * float(-mean.log().mean()):
+        return None
+    return held_out.losses(gaussian.sample(num_draws, generator))
 
 
 def search_prior(

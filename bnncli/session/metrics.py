@@ -151,12 +151,14 @@ class SearchMetrics(FitMetrics, total=False):
         prior_precision_base: where the search began.
         prior_precision_curve: pairs of precision and val NLL.
         prior_precision_search_cut: True where the search stopped because it had taken as long as the run itself.
+        prior_precision_by_gaussians: precisions scored by draws of the Gaussian at the mode, which is close to the posterior.
     """
 
     prior_precision_base: float
     prior_precision_curve: list[tuple[float, float]] | None
     prior_precision_search_cut: bool
     prior_precision_search_passes: float
+    prior_precision_by_gaussians: int
 
 
 class RefineMetrics(SearchMetrics, total=False):

@@ -79,6 +79,7 @@ def prior_metrics(found: PriorTrials, prior: Prior, *, passes: float) -> dict[st
         "prior_precision_curve": found.curve,
         "prior_precision_search_cut": found.is_cut,
         "prior_precision_search_passes": passes,
+        "prior_precision_by_gaussians": sum(trial.is_gaussian for trial in found.trials),
     }
 
 
@@ -90,6 +91,13 @@ def prior_line(metrics: SearchMetrics) -> list[str]:
     nll, base = dict(curve), metrics["prior_precision_base"]
     chosen = min(nll, key=lambda one: abs(one - metrics["prior_precision"]))
     tried = ", ".join(f"{precision:.3g} {value:.4f}" for precision, value in curve)
+    by_gaussians = metrics.get("prior_precision_by_gaussians", 0)
+    if by_gaussians == len(curve):
+        tried = f"NLL of the Gaussians, which are close to the posteriors: {tried}"
+    elif by_gaussians:
+        tried = f"NLL in short runs, or of Gaussians that are close to the posteriors: {tried}"
+    else:
+        tried = f"NLL in short runs: {tried}"
     cut = (
         "; the search stopped because it had taken as long as the run itself"
         if metrics["prior_precision_search_cut"]
@@ -98,9 +106,6 @@ def prior_line(metrics: SearchMetrics) -> list[str]:
     if chosen == base:
         return [
             f"prior precision {chosen:.4g}, from the base: no other precision predicts val significantly better "
-            f"(NLL in short runs: {tried}){cut}"
+            f"({tried}){cut}"
         ]
-    return [
-        f"prior precision {chosen:.4g}, which predicts val better than the base's {base:.4g} (NLL in short runs: "
-        f"{tried}){cut}"
-    ]
+    return [f"prior precision {chosen:.4g}, which predicts val better than the base's {base:.4g} ({tried}){cut}"]

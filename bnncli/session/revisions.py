@@ -53,7 +53,8 @@ def of_laplace(*, in_span: bool) -> int:
 def of_hmc(*, in_span: bool, num_params: int) -> int:
     """Return 18 for chains in the row space of the features, 17 for all of theta; 19 and 20 for long draws.
 
-    17 to 20 move by the gradients of some examples if that is accurate enough; 13 to 16 about their base if it is the
+    17 to 20 move by the gradients of some examples if that is accurate enough, and judge prior precisions by Gaussians
+    close to the posteriors; 13 to 16 about their base if it is the
     Gaussian they need; 9 to 12 always fitted one. In 5 to 8, chains neither descended from their starts nor rotated about
     their mean; in 1 to 4, steps had one stage.
     """
@@ -79,11 +80,12 @@ def _is_long(num_params: int) -> bool:
 
 
 def of_refine(flow: str, scale: str | None) -> int:
-    """Return 3 for layers pushed through together and affine layers with a factor per output.
+    """Return 5 for layers pushed through together and affine layers with a factor per output, else 4.
 
-    Autograd gradients of the former rounded differently before; gradients of the latter were biased.
+    4 and 5 train briefly where the base leaves little to gain, and judge prior precisions by Gaussians close to the
+    posteriors. In 2, gradients of the former rounded differently; gradients of the latter were biased.
     """
-    return 3 if registry.has_attribute("flows", flow, "push_together") or scale == "block" else 2
+    return 5 if registry.has_attribute("flows", flow, "push_together") or scale == "block" else 4
 
 
 def is_another(header: Header) -> bool:

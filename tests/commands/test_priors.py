@@ -431,6 +431,38 @@ def test_a_run_that_goes_on_does_not_search_again(
     assert given["val"] == whole["metrics"]["val"]  # the search leaves no trace in the run
 
 
+@pytest.mark.long
+@each_command
+def test_gaussians_close_to_the_posteriors_stand_for_short_runs(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[Any, ...]
+) -> None:
+    run = make_run(cli, tmp_path, 300, arrays=make_arrays(num_train=4000))
+    words = (command[0], run, "--json")
+    found = cli(*words).expect(0).json["metrics"]
+    nll = dict(found["prior_precision_curve"])
+    assert found["prior_precision_by_gaussians"] == len(nll)
+    assert "NLL of the Gaussians, which are close to the posteriors: " in prior_line(found)[0]
+    assert nll[found["prior_precision"]] == pytest.approx(found["val"][command[0]]["nll"], abs=2e-3)
+    monkeypatch.setattr(f"bnncli.commands.{command[0]}.losses_if_close", lambda *given: None)
+    in_short = cli(*words, "--name", "in-short").json["metrics"]
+    assert in_short["prior_precision_by_gaussians"] == 0
+    assert in_short["prior_precision"] == found["prior_precision"]
+    assert dict(in_short["prior_precision_curve"]) == pytest.approx(nll, abs=0.01)
+    assert found["cost"]["gradient_passes"] < in_short["cost"]["gradient_passes"]
+
+
+def test_training_is_brief_where_the_base_leaves_little_to_gain(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, 3, arrays=make_arrays(num_train=4000))
+    words = ("refine", run, "--prior-precision", "inherit", "--epochs", 200, "--elbo-draws", 64, "--json")
+    found = cli(*words).expect(0).json["metrics"]
+    assert found["log_weight_sd_before"] < 1
+    assert found["epochs_run"] == 75  # two rounds of 25 and the final decay
+    assert found["verdict"] == "negligible"
+    patient = cli(*words, "--patience", 0, "--name", "patient").json["metrics"]
+    assert patient["epochs_run"] == 200
+    assert patient["elbo_after"]["value"] < found["elbo_after"]["value"] + 0.5
+
+
 @hmc_in_short
 def test_the_biases_follow(cli: Cli, tmp_path: Path, command: tuple[Any, ...]) -> None:
     run = make_run(cli, tmp_path, 300, "--bias-precision", 30)

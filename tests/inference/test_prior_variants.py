@@ -12,7 +12,7 @@ import pytest
 import scipy.optimize
 import torch
 from problems.arrays import make_arrays
-from problems.heads import by_noisy_sign, head_target
+from problems.heads import by_noisy_sign, gaussian_at_mode, head_target
 from problems.seeds import normal, seeded
 from problems.tiny_networks import losses_of, tiny_target
 from scipy.optimize import minimize
@@ -21,6 +21,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bnncli.errors import NumericError
 from bnncli.evaluation.groups import RowGroups
+from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
+from bnncli.inference.elbo import log_weight_spread
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian, num_effective
 from bnncli.inference.prior_variants import (
@@ -28,6 +30,7 @@ from bnncli.inference.prior_variants import (
     Fold,
     PriorTrial,
     choose_layer_precisions,
+    losses_if_close,
     safe_update,
     search_folds,
     search_prior,
@@ -384,3 +387,20 @@ def test_a_prior_times_a_factor_multiplies_each_precision() -> None:
     layout = tiny_target().layout
     for prior in (*PRIORS.values(), Prior.of_parts((1.0, 2.0, 30.0, 4.0), layout)):
         torch.testing.assert_close(prior.times(3.0).diagonal(layout), 3 * prior.diagonal(layout))
+
+
+@pytest.mark.parametrize(("num_train", "is_close"), [(4000, True), (60, False)])
+def test_a_gaussian_stands_for_the_posterior_where_that_predicts_the_same(num_train: int, is_close: bool) -> None:
+    arrays = make_arrays(3, 5, 10, num_train)
+    features, labels = torch.from_numpy(arrays["features_train"]), torch.from_numpy(arrays["labels_train"])
+    target = LastLayerTarget(features, labels, HeadLayout(5, 10), Prior(31.6))
+    gaussian = gaussian_at_mode(target)
+    assert log_weight_spread(target, gaussian, seeded()) < CLOSE_LOG_WEIGHT_SD  # in both cases
+    held_out = target.held_out(torch.from_numpy(arrays["features_val"]), torch.from_numpy(arrays["labels_val"]))
+    found = losses_if_close(target, gaussian, held_out, 2000, seeded())
+    assert (found is not None) == is_close
+    drawn = sample_hmc(
+        target, mode=gaussian.mean, covariance=gaussian.covariance, generator=seeded(), num_warmup=20, num_draws=60
+    )
+    losses = held_out.losses(drawn.draws.flatten(0, 1)).mean()
+    assert (abs(held_out.losses(gaussian.sample(2000, seeded())).mean() / losses - 1) < 0.01) == is_close

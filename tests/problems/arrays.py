@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 
-def make_arrays(seed: int = 0, num_classes: int = 3, num_features: int = 5) -> dict[str, np.ndarray]:
+def make_arrays(
+    seed: int = 0, num_classes: int = 3, num_features: int = 5, num_train: int = 240
+) -> dict[str, np.ndarray]:
     """Features of overlapping Gaussian classes with a head that fits them, as --from-npz reads them."""
     generator = np.random.default_rng(seed)
     centers = generator.normal(size=(num_classes, num_features))
     arrays: dict[str, np.ndarray] = {}
-    for split, count in (("train", 240), ("val", 80), ("test", 120)):
+    for split, count in (("train", num_train), ("val", 80), ("test", 120)):
         labels = generator.integers(num_classes, size=count)
         features = centers[labels] + generator.normal(size=(count, num_features))
         arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
