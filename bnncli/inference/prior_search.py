@@ -389,6 +389,8 @@ TOLERANCES = {"val": 5e-5, "loo": 5e-5, "marglik": 0.1}
 LARGE_SLACK = 10.0
 Fit = TypeVar("Fit", covariant=True)
 _LIMIT = 100.0
+_LEAST_SHARE = WORSE_SHARE / 2  # of the criterion, that the mode alone must gain to be searched for
+_NEAR = math.log(10) / 4  # between log precisions whose neighbours the search has judged
 _LEAST_GAIN = 5e-5  # of the criterion, for one more pass over the examples
 _HALVINGS = 3  # the last step is an eighth of a decade; the parabola does the rest
 _LARGE_HALVINGS = 1  # for large heads, whose candidates take half a minute each
@@ -552,7 +554,9 @@ def search(
 
 
 def _best_plug_in(candidates: Candidates, grid: list[float], pace: Pace, progress: Progress) -> PlugInChoice | None:
-    """Return the best precision for the centre alone; None if no known centre predicts better than the best Gaussian.
+    """Return the best precision for the centre alone; None if none predicts val better than the best Gaussian.
+
+    None as well if the best centre so far is near that of the best Gaussian, between others, and gains less than matters.
 
     If few rows leave the posterior far from Gaussian, draws of the Gaussian need a prior much too strong for its mode:
     on 397 digits 10 instead of .3, with val NLL .44 instead of .14.
@@ -561,7 +565,9 @@ def _best_plug_in(candidates: Candidates, grid: list[float], pace: Pace, progres
         return None
     lowest = candidates.known[candidates.best].value
     centers = candidates.by_plug_in(progress.task("prior precision of the mode", num_candidates(grid)))
-    if not centers.known[centers.best].value < lowest:
+    gain = lowest - centers.known[centers.best].value
+    is_inside = min(centers.known) < centers.best < max(centers.known)
+    if gain <= 0 or (abs(centers.best - candidates.best) < _NEAR and is_inside and gain < _LEAST_SHARE * lowest):
         return None
     judge_precisions(centers, grid, pace)
     best = centers.best

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-from problems.heads import by_noisy_sign, draw_examples, head_target
+from problems.arrays import make_arrays
+from problems.heads import by_noisy_sign, draw_examples, gaussian_at_mode, head_target
 from problems.oracles import negative_log_likelihood
 from problems.seeds import antithetic
 
@@ -191,3 +192,21 @@ def test_a_best_at_the_end_of_the_grid_is_told(bounds: tuple[float, float], best
 def test_val_without_validation_data_is_refused() -> None:
     with pytest.raises(UsageError, match="needs a labelled val split"):
         search(make_target(LAYOUTS[0]), start=torch.zeros(15), generator=seeded())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seed", "num_train", "is_searched"), [(3, 1000, True), (5, 4000, False)])
+def test_a_prior_for_the_mode_alone_is_searched_for_where_it_may_gain(
+    seed: int, num_train: int, is_searched: bool
+) -> None:
+    arrays = {name: torch.from_numpy(part) for name, part in make_arrays(seed, 5, 10, num_train).items()}
+    layout = HeadLayout(5, 10)
+    target = LastLayerTarget(arrays["features_train"], arrays["labels_train"], layout, Prior(1.0))
+    held_out = target.held_out(arrays["features_val"], arrays["labels_val"])
+    found = search(target, start=torch.zeros(55, dtype=torch.float64), generator=seeded(), held_out=held_out)
+    assert (found.plug_in is not None) == is_searched
+    lowest = min(nll for _, nll in found.curve)
+    precisions = 10 ** torch.linspace(-2, 3, 41)
+    modes = [gaussian_at_mode(target.with_prior(Prior(float(one)))).mean for one in precisions]
+    of_modes = min(float(held_out.losses(mode.unsqueeze(0)).mean()) for mode in modes)
+    assert (of_modes < 0.99 * lowest) == is_searched
