@@ -233,7 +233,7 @@ def test_saved_flow_is_loaded(cli: Cli, small_run: Path, words: tuple[object, ..
 
 @pytest.mark.parametrize(
     ("words", "revision"),
-    [(("--flow", "affine"), 2), (("--flow", "affine", "--scale", "block"), 3), (("--flow", "radial"), 3)],
+    [(("--flow", "affine"), 4), (("--flow", "affine", "--scale", "block"), 5), (("--flow", "radial"), 5)],
 )
 def test_revisions_of_changed_training(cli: Cli, small_run: Path, words: tuple[str, ...], revision: int) -> None:
     """The gradients of a factor for each output were biased once; those of radial layers rounded otherwise."""
