@@ -185,7 +185,6 @@ LINES = (
     Line("fit-laplace tiny.pt --layers all --structure diag --prior-precision 20 --json", SOLVED),
     Line("fit-laplace tiny.pt --layers features --structure full --prior-precision 20 --name first", SOLVED),
     Line("fit-laplace tiny.pt --layers all --structure ekfac --prior-precision 20 --name ekfac", SOLVED),
-    Line("fit-laplace tiny.pt --layers all --structure kron --rank 2 --prior-precision 20 --name thin", SOLVED),
     Line(
         "fit-laplace tiny.pt --layers features --structure low-rank --rank 5 --prior-precision 20 --name low-rank",
         SOLVED,
