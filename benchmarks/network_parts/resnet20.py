@@ -4,8 +4,7 @@ Needs resnet20-12fca82f.th (inputs normalised as below), cifar10-train10k.npz, c
 cifar10-test-hmc.npz for the second table: `hmc`, class probabilities of each row of cifar10-test.npz by full-batch HMC over another
 ResNet-20 (Izmailov et al. 2021, arXiv:2104.14421). Val and test are random rows of the test set, CIFAR-100 is out of distribution.
 The network was trained on 50,000 examples, the posteriors over all layers are given some hundreds: the time goes into
-the logits' covariance of each held-out example, sixteen passes for each prior precision that is tried. So all but `diag` have
-the precision that val chose for `kron`.
+the logits' covariance of each held-out example. So all but `diag` have the precision that val chose for `kron`.
 """
 
 from __future__ import annotations
