@@ -11,26 +11,22 @@ training. Then three LoRA adapters are trained on these prompts; their frozen ba
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import shlex
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import peft
 import torch
 import transformers
+from adapters import Adapters, compare_adapters, print_scores, run
 from numpy.typing import NDArray
-from scipy import optimize, stats
+from scipy import optimize
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from bnncli.artifacts.files import read_metrics
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.cli.execute import run_command_line
 
 LETTERS = ("A", "B", "C", "D")
 WORDS = tuple(f"w{k}" for k in range(50))
@@ -82,12 +78,6 @@ def train_model(folder: Path, words: NDArray, answers: NDArray, *, epochs: int, 
             optimizer.step()
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def run(line: str) -> None:
-    """Run a command of bnncli."""
-    if (code := run_command_line([*shlex.split(line), "--quiet"], io.StringIO())) != 0:
-        raise SystemExit(f"bnncli {line}: exit code {code}")
 
 
 def measure(folder: Path, num_train: int, epochs: int) -> dict[str, Any]:
@@ -164,110 +154,6 @@ def average_networks(runs: list[Path]) -> dict[str, dict[str, float]]:
     }
 
 
-class Adapters(NamedTuple):
-    """A task for LoRA adapters on a frozen base.
-
-    Attributes:
-        base: its folder.
-        load: loads it for training.
-        logits: runs a network on inputs, (n, classes).
-        inputs: of train, test and unusual.
-        targets: of train and test.
-        words: of extract-features, besides model and base.
-    """
-
-    base: Path
-    kind: str
-    targeted: list[str]
-    load: Callable[[], Any]
-    logits: Callable[[Any, dict[str, Tensor]], Tensor]
-    inputs: dict[str, dict[str, Tensor]]
-    targets: dict[str, Tensor]
-    words: str
-
-
-def _rows(inputs: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    """Return some examples, without columns that are padding in all of them."""
-    own = {name: value[rows] for name, value in inputs.items()}
-    longest = int(own["attention_mask"].sum(dim=1).max())
-    return {name: value[:, :longest] for name, value in own.items()}
-
-
-def train_adapter(task: Adapters, folder: Path, *, epochs: int, seed: int) -> Any:
-    """Train a LoRA adapter, save it, and return the network with it."""
-    torch.manual_seed(seed)
-    settings = peft.LoraConfig(task_type=task.kind, r=8, lora_alpha=16, lora_dropout=0.1, target_modules=task.targeted)
-    network = peft.get_peft_model(task.load(), settings).train()
-    inputs, targets = task.inputs["train"], task.targets["train"]
-    optimizer = torch.optim.AdamW(
-        [one for one in network.parameters() if one.requires_grad], lr=2e-3, weight_decay=0.01
-    )
-    for _ in range(epochs):
-        for rows in torch.randperm(len(targets)).split(64):
-            loss = torch.nn.functional.cross_entropy(task.logits(network, _rows(inputs, rows)), targets[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    network.save_pretrained(folder)
-    return network
-
-
-def drop_out(task: Adapters, network: Any, split: str, *, passes: int = 30) -> NDArray:
-    """Return mean probabilities (N, classes) of passes with dropout."""
-    torch.manual_seed(0)
-    network.train()
-    count = len(task.inputs[split]["input_ids"])
-    with torch.no_grad():
-        parts = [
-            torch.stack([task.logits(network, some).softmax(dim=1) for _ in range(passes)]).mean(dim=0)
-            for some in (_rows(task.inputs[split], rows) for rows in torch.arange(count).split(256))
-        ]
-    return np.asarray(torch.cat(parts).double().numpy())
-
-
-def score(test: NDArray, labels: NDArray, unusual: NDArray) -> dict[str, float]:
-    """Return NLL, ECE (15 bins), accuracy, and how well the entropy finds unusual examples."""
-    confidence, is_right = test.max(axis=1), test.argmax(axis=1) == labels
-    bins = np.minimum((confidence * 15).astype(int), 14)
-    gaps = [abs((confidence - is_right)[bins == one].sum()) for one in range(15)]
-    entropies = [-(probs * np.log(probs.clip(1e-12))).sum(axis=1) for probs in (unusual, test)]
-    larger = stats.mannwhitneyu(*entropies).statistic / (len(unusual) * len(test))
-    return {
-        "nll": float(-np.log(test[np.arange(len(labels)), labels].clip(1e-12)).mean()),
-        "ece": float(sum(gaps) / len(labels)),
-        "accuracy": float(is_right.mean()),
-        "auroc": float(larger),
-    }
-
-
-def compare_adapters(folder: Path, task: Adapters, *, epochs: int) -> dict[str, dict[str, float]]:
-    """Train three adapters; return the scores of each way to get probabilities from one, and from all."""
-    runs = [folder / f"adapter-run-{seed}" for seed in range(3)]
-    networks = [train_adapter(task, folder / f"adapter-{seed}", epochs=epochs, seed=seed) for seed in range(len(runs))]
-    for seed, one in enumerate(runs):
-        run(f"extract-features {one} --model peft:{folder / f'adapter-{seed}'} --base-model {task.base} {task.words}")
-        run(f"fit-temperature {one}")
-    first = runs[0]
-    run(f"fit-laplace {first}")
-    run(f"fit-laplace {first} --layers '*lora_*' --structure kron --name lora")
-    for one in runs:
-        run(f"predict {one}")
-
-    def read(one: Path, name: str, split: str) -> NDArray:
-        (place,) = Path(f"{one}.bnn").glob(f"predictions/{name}.*/{split}.h5")
-        return np.asarray(read_predictions(place).probs, np.float64)
-
-    def mean(name: str) -> list[NDArray]:
-        return [np.mean([read(one, name, split) for one in runs], axis=0) for split in ("test", "unusual")]
-
-    labels = task.targets["test"].numpy()
-    named = {"network": "map", "one temperature": "temperature", "Laplace": "laplace", "Laplace-LoRA": "lora"}
-    found = {name: [read(first, own, split) for split in ("test", "unusual")] for name, own in named.items()}
-    found["MC dropout"] = [drop_out(task, networks[0], split) for split in ("test", "unusual")]
-    found["three adapters"], found["three adapters at a temperature each"] = mean("map"), mean("temperature")
-    return {name: score(test, labels, unusual) for name, (test, unusual) in found.items()}
-
-
 def adapt_to_questions(
     folder: Path, made: dict[str, tuple[NDArray, ...]], words: str, generator: np.random.Generator
 ) -> Adapters:
@@ -287,7 +173,7 @@ def adapt_to_questions(
         logits=lambda network, inputs: network(**inputs).logits[:, -1, answers],
         inputs={name: tokens(rows) for name, (rows, *_) in made.items()},
         targets={name: torch.from_numpy(one[1]) for name, one in made.items()},
-        words=f"--model-arg answers={','.join(LETTERS)} {words}",
+        words=f"--model-arg answers={','.join(LETTERS)} {words}", outliers="unusual",
     )  # fmt: skip
 
 
@@ -301,11 +187,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), arguments.train, arguments.epochs)
     print(f"best possible NLL {found['bayes_nll']:.4f}")
-    for name, scores in {**found.get("posteriors", {}), **found["adapters"]}.items():
-        shown = " ".join(
-            f"{key} {scores[key]:.4f}" for key in ("nll", "ece", "accuracy", "auroc") if scores.get(key) is not None
-        )
-        print(f"{name:<40}{shown}")
+    print_scores({**found["posteriors"], **found["adapters"]})
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
