@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
 import math
@@ -77,37 +76,6 @@ def test_probabilities_of_two_networks_agree_and_vary() -> None:
     ours, others = np.array([[0.7, 0.2, 0.1], [0.3, 0.3, 0.4]]), np.array([[0.4, 0.5, 0.1], [0.1, 0.1, 0.8]])
     assert apart(ours, others) == pytest.approx((0.5, 0.35))
     assert apart(ours, ours) == (1.0, 0.0)
-
-
-def reviews_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
-    """The exit code and the report of the reviews' part, on made-up ones in the folder."""
-    with open(folder / "reviews.csv", "w", newline="", encoding="utf-8") as stream:
-        words = [("good", "bad", "the film", "a plot")[row % 4] for row in range(80)]
-        rows = [(f"{word} is {'very ' * (row % 9)}{'not ' * (row // 9)}", row % 2) for row, word in enumerate(words)]
-        csv.writer(stream).writerows([("text", "label"), *rows])
-    (folder / "encoder").mkdir(exist_ok=True)
-    return report_of("reviews", folder, monkeypatch)
-
-
-def test_reviews_are_left_out_without_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    code, report = reviews_of(tmp_path, monkeypatch)
-    assert (code, list(report)) == (0, ["left_out"])
-    assert report["left_out"].startswith("needs transformers and peft")
-
-
-@pytest.mark.nightly
-def test_posteriors_over_an_adapter_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("peft")
-    folders = importlib.import_module("problems.hf_folders")
-    folders.text_folder(tmp_path / "encoder", num_hidden_layers=2, num_labels=2, id2label=None, label2id=None)
-    code, report = reviews_of(tmp_path, monkeypatch)
-    assert code == 0, report
-    rows = {row["posterior"]: row for row in report["tables"][0]["rows"]}
-    own = {f"{name}-lora" for name in ("diag", "kron", "full", "low-rank", "draws", "subspace")}
-    assert own | {"map", "temperature", "laplace"} == set(rows)
-    assert all(row["nll"] > 0 and 0 <= row["accuracy"] <= 1 for row in rows.values())
 
 
 @pytest.mark.nightly
