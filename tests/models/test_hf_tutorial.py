@@ -58,6 +58,7 @@ def reviews(tmp_path: Path) -> Path:
     write(tmp_path / "train.csv", train)
     write(tmp_path / "test.csv", test)
     write(tmp_path / "new.csv", test[:20])
+    write(tmp_path / "other.csv", [(" ".join(draw.choices(OTHER, k=8)), 0) for _ in range(50)])
     return tmp_path
 
 
@@ -65,8 +66,10 @@ def test_the_tutorial_of_a_text_classifier_runs_as_it_stands(reviews: Path) -> N
     blocks = [block for block in blocks_of(DOCS / "tutorials/text-classifier.md") if block.runs]
     assert len(blocks) == 5
     for block in blocks:
-        run_block(block.text.replace("--risk 0.02", "--risk 0.2"), reviews)
+        run_block(block.text.replace("--risk 0.1", "--risk 0.2"), reviews)
     with (reviews / "decided.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 20
-    assert {row["accept"] for row in rows} <= {"0", "1"}
+    for column in ("accept", "ood"):
+        assert {row[column] for row in rows} <= {"0", "1"}
+    assert {row["set"] for row in rows} <= {"", "negative", "positive", "negative;positive"}
