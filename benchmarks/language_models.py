@@ -187,7 +187,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), arguments.train, arguments.epochs)
     print(f"best possible NLL {found['bayes_nll']:.4f}")
-    print_scores({**found["posteriors"], **found["adapters"]})
+    shown = ("nll", "ece", "accuracy", "auroc")
+    print_scores({name: {key: own.get(key) for key in shown} for name, own in found["posteriors"].items()})
+    print_scores(found["adapters"])
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
