@@ -355,8 +355,11 @@ class Refinement(Method):
 
         if options.prior_precision == AUTO and val is not None:
             num_draws = affordable_draws(TRIAL_DRAWS, train.layout.num_params)
+            # A Hessian takes as long as P / 4 gradients: with more parameters, longer than a trial.
+            most_params = 4 * options.trial_epochs * (options.num_draws or 1)
+            gaussian_at = partial(_gaussian_at, fitting, most_params=most_params)
             prior_search = (read_stored_search(fitting.request) if options.resume else None) or choose_prior(
-                run, options, prior, (train, val), fit_at, partial(_gaussian_at, fitting), num_draws=num_draws
+                run, options, prior, (train, val), fit_at, gaussian_at, num_draws=num_draws
             )
             prior = Prior.from_meta(prior_search, mean=prior.mean) or prior
         also = search_identity(prior_search)
@@ -601,11 +604,12 @@ def _fit_flow(target: Any, base: Gaussian, **choices: Any) -> RefineFit:
     return replace(fit, posterior=replace(fit.posterior, base=base))
 
 
-def _gaussian_at(fitting: Fitting, prior: Prior, near: Gaussian | None) -> Gaussian | None:
+def _gaussian_at(fitting: Fitting, prior: Prior, near: Gaussian | None, *, most_params: int) -> Gaussian | None:
     """Return the Gaussian at the mode under a prior; None unless the base is one over all of theta, with the whole Hessian.
 
     Args:
-        near: that under a neighbouring prior; None for the base's own prior.
+        near: that under a neighbouring prior, if it is close to the posterior.
+        most_params: of a Gaussian to fit.
     """
     run, base = fitting.run, fitting.base
     if base is None or span_of(base.header.meta) is not None:
@@ -613,8 +617,10 @@ def _gaussian_at(fitting: Fitting, prior: Prior, near: Gaussian | None) -> Gauss
     structure = base.header.meta.get("structure")
     if base.header.meta.get("center") != "mode" or structure not in list_declaring("curvature", "is_exact"):
         return None
-    if near is None:
-        return _open_base(fitting, prior) if base.prior.is_close(prior) else None
+    if base.prior.is_close(prior):
+        return _open_base(fitting, prior)
+    if near is None or fitting.train.layout.num_params > most_params:
+        return None
     target = fitting.train.target(prior, run.device)
     return fit_gaussian(target, structure=str(structure), center="mode", start=near.mean, progress=run.console).gaussian
 
@@ -657,12 +663,8 @@ def choose_prior(
 
     def try_at(precision: float, before: PriorTrial | None) -> PriorTrial:
         own_prior = prior.times(precision / prior.weight_precision)
-        target, limit, generator = (
-            train.target(own_prior, run.device),
-            float(options.epochs or 0),
-            run.stream("refine/prior-draws"),
-        )
-        held_out = target.held_out(features, labels)
+        target, limit = train.target(own_prior, run.device), float(options.epochs or 0)
+        held_out, generator = target.held_out(features, labels), run.stream("refine/prior-draws")
         flow, near = (None, None) if before is None else before.found[1:]
         with counting_passes() as tally:
             gaussian = gaussian_at(own_prior, near)
@@ -674,7 +676,7 @@ def choose_prior(
         fit = fit_at(own_prior, epochs=epochs, go_on=flow)
         losses = held_out.losses(fit.posterior.sample(num_draws, run.stream("refine/prior-draws")))
         cost += len(fit.history)
-        return PriorTrial(precision, losses.cpu(), cost, limit, (own_prior, fit.posterior, gaussian))
+        return PriorTrial(precision, losses.cpu(), cost, limit, (own_prior, fit.posterior, None))
 
     found = search_prior(try_at, prior.weight_precision, progress=run.console)
     passes = sum(trial.cost for trial in found.trials) * (options.num_draws or 1)
