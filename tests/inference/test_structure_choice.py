@@ -446,11 +446,10 @@ def test_a_mode_is_as_near_as_its_default_tolerance(monkeypatch: pytest.MonkeyPa
     start = torch.zeros(layout.num_params)
     exact = find_mode(target, start)
     assert exact.newton_decrement <= 1e-3
-    tolerances = [default_tolerance(num_params) for num_params in (850, 10_000, 40_000)]
-    assert tolerances == pytest.approx([1e-3, 1e-3, 2e-3])  # equal for each parameter
-    monkeypatch.setattr("bnncli.inference.mode.tolerance_factor", lambda num_params: 1e3)
-    assert default_tolerance(100_000) == pytest.approx(1.0)
-    assert default_tolerance(1_281_000) == pytest.approx(0.1)
+    tolerances = [default_tolerance(num_params) for num_params in (850, 10_000, 40_000, 100_000, 1_281_000)]
+    assert tolerances == pytest.approx([1e-3, 1e-3, 16e-3, 0.1, 0.1])
+    for name in ("_TOLERANCE", "_TOLERANCE_OF_MANY"):
+        monkeypatch.setattr(f"bnncli.inference.mode.{name}", 1.0)
     rough = find_mode(target, start)
     assert rough.num_iterations < exact.num_iterations
     assert 1e-3 < rough.newton_decrement <= 1.0
