@@ -280,7 +280,7 @@ def _numbers(bench: Bench, case: Case, device: torch.device) -> Numbers:
     gradients = case.target(device, held).log_joint_and_grad(theta)[1]
     return Numbers(
         {name: factor.cpu() for name, factor in factors.items()},
-        _evidence(fit),
+        _evidence(target, fit),
         variance.cpu().double(),
         probit_probs(mean, variance).cpu().double(),
         gradients.cpu(),
@@ -291,10 +291,11 @@ def _fitted(target: NetworkTarget) -> LaplaceFit:
     return fit_gaussian(target, start=target.layout.trained(), structure="kron", center="checkpoint")
 
 
-def _evidence(fit: LaplaceFit) -> float:
+def _evidence(target: NetworkTarget, fit: LaplaceFit) -> float:
     """What laplace-torch calls the log marginal likelihood, the mode taken to be at the network's weights."""
     covariance = fit.gaussian.covariance
-    return fit.log_joint + 0.5 * covariance.num_params * math.log(2 * math.pi) + covariance.log_det_scale()
+    log_joint = float(target.with_prior(fit.gaussian.require_prior()).log_joint(fit.gaussian.mean.unsqueeze(0)))
+    return log_joint + 0.5 * covariance.num_params * math.log(2 * math.pi) + covariance.log_det_scale()
 
 
 def _relative(one: Tensor, expected: Tensor) -> float:
@@ -356,7 +357,7 @@ def _beside_laplace_torch(bench: Bench, case: Case) -> None:
     fit, their = _both(
         bench, f"{name}, kron fit of {rows} rows", lambda: _fitted(target), lambda: _their_fit(module, target)
     )
-    evidences = _evidence(fit), float(their.log_marginal_likelihood())
+    evidences = _evidence(target, fit), float(their.log_marginal_likelihood())
     bench.ledger.note(f"{name}, log marginal likelihood", f"ours {evidences[0]:.6g}, laplace-torch {evidences[1]:.6g}",
                       ours=evidences[0], theirs=evidences[1])  # fmt: skip
     for size in PREDICTION_BATCHES:
