@@ -466,7 +466,7 @@ class Workshop:
     def _files(self, recipe: PaperRecipe) -> tuple[dict[str, Path], str]:
         """Return what the experiment reads, by its names, and why it lacks what studies have not written."""
         files, why = self.places.found(recipe.needs[self.options.scale]), []
-        studies = {study.name: self.study(study) for study in recipe.studies}
+        studies = {study.name: self.study(study) for study in recipe.studies if study.name in recipe.after}
         for name, file in recipe.reads.items():
             study = studies[file.partition("/")[0]]
             path = study.folder / file.partition("/")[2]

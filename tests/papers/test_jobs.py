@@ -7,12 +7,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from problems import recipes as small
 from problems.command_line import SCRIPT, Cli
 
 from bnncli.papers import recipe
+from bnncli.papers.runner import Workshop
 
 LONG = "refinement/figure-[456]"  # minutes, with what travels with the package
 
@@ -85,3 +88,12 @@ def test_after_a_kill_no_process_is_left(tmp_path: Path, what: str, code: int, s
 def _has_begun(process: int) -> bool:
     """Whether it has a group of its own, which it takes before it works."""
     return os.getpgid(process) == process
+
+
+def test_an_experiment_waits_only_for_the_studies_whose_files_it_reads(tmp_path: Path) -> None:
+    found: Any = recipe.find_recipe("refinement/figure-7")
+    assert found.studies
+    assert not found.after
+    places = SimpleNamespace(found=lambda needs: {})
+    workshop = Workshop(SimpleNamespace(), SimpleNamespace(scale="quick"), places, tmp_path)  # type: ignore[arg-type]
+    assert workshop._files(found) == ({}, "")
