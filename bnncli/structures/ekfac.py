@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.structures.kron import Basis, EigenLayers, LayerFactors, NetworkKron, build_parts, describe_factors
-from bnncli.structures.network_sums import Columns, coordinates, forward, gradients, is_complete, num_drawn
+from bnncli.structures.network_sums import (
+    Columns,
+    coordinates,
+    forward,
+    gradients,
+    is_complete,
+    num_drawn,
+    row_coordinates,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +95,7 @@ def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, featur
     slopes = [[use.outputs(gradient) for use, gradient in of_column] for of_column in back]
     num_positions = slopes[0][0].shape[2]
     # Multiply V where it is cheaper: with each G, or with the inputs at each position.
-    turns_sums = len(back) * num_outputs < num_positions and is_complete(features)
+    turns_sums = len(back) * num_outputs < num_positions
     total = torch.zeros(num_outputs, num_features, dtype=torch.float64, device=outputs.device)
     size = max(1, _ELEMENTS.get(outputs.device.type, 2**20) // (num_features * max(num_positions, num_outputs)))
     for start in range(0, uses[0].num_examples, size):
@@ -96,7 +104,8 @@ def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, featur
         for of_column in slopes:
             turned = [coordinates(outputs, slope[some]) for slope in of_column]
             if turns_sums:
-                sums = sum_of([use.of(some).sums(slope) for use, slope in zip(uses, turned, strict=True)]) @ features
+                sums = sum_of([use.of(some).sums(slope) for use, slope in zip(uses, turned, strict=True)])
+                sums = row_coordinates(features, sums)
             elif len(turned) == num_positions == 1:
                 total += (turned[0][:, :, 0].square().T @ columns[0][:, :, 0].square()).double()
                 continue

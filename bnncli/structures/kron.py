@@ -67,6 +67,7 @@ from bnncli.structures.network_sums import (
     num_drawn,
     num_drawn_rest,
     place_of,
+    row_coordinates,
     scales_of,
 )
 from bnncli.system.signals import eigenvectors
@@ -397,11 +398,12 @@ class FactorSum:
         if self.test is None:
             gram, count = use.gram()
             self.total += gram
-        else:
-            products, trace, count = use.sketch(self.test)
-            self.total += products
-            self.trace += trace
-        return int(count)
+            return int(count)
+        count = 0
+        for columns in use.column_blocks():
+            self.add(columns)
+            count += columns.shape[1]
+        return count
 
     def add(self, columns: Tensor) -> None:
         """Add X X^T of columns X (F, n)."""
@@ -699,10 +701,9 @@ class InEigenbasis:
 
     def _to_basis(self, x: Tensor) -> Tensor:
         """Return W^T x, (S, K, F)."""
-        turned = coordinates(self.output_basis, self.layout.augment(x.to(self.values)))
-        if is_complete(self.feature_basis):
-            return turned @ self.feature_basis
-        return coordinates(self.feature_basis, turned.mT).mT
+        return row_coordinates(
+            self.feature_basis, coordinates(self.output_basis, self.layout.augment(x.to(self.values)))
+        )
 
     def _from_basis(self, rotated: Tensor) -> Tensor:
         """Return W x, (S, P)."""

@@ -34,9 +34,9 @@ from bnncli.structures.network_sums import (
     find_checked,
     forward,
     gradients,
-    is_complete,
     matrices_of,
     place_of,
+    row_coordinates,
     scales_of,
 )
 from bnncli.system.signals import raise_if_interrupted
@@ -248,8 +248,7 @@ class MatrixDerivatives(NamedTuple):
             for (use, _), one in zip(self.uses, turned, strict=True)
         ]
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(dim=0)
-        features = features.to(total)
-        return Turned(total @ features if is_complete(features) else coordinates(features, total.mT).mT, None)
+        return Turned(row_coordinates(features.to(total), total), None)
 
     @property
     def has_bias(self) -> bool:

@@ -243,6 +243,11 @@ def coordinates(basis: Tensor, x: Tensor) -> Tensor:
     return turned if is_complete(basis) else torch.cat([turned, x - basis @ turned], dim=-2)
 
 
+def row_coordinates(basis: Tensor, x: Tensor) -> Tensor:
+    """Return the coordinates of rows x (..., n, F), (..., n, k + F)."""
+    return x @ basis if is_complete(basis) else coordinates(basis, x.mT).mT
+
+
 def from_coordinates(basis: Tensor, values: Tensor) -> Tensor:
     """Return the columns (..., F, n) that have these coordinates."""
     if is_complete(basis):
@@ -316,15 +321,11 @@ class MatrixUse:
         rows = self.inputs.reshape(-1, self.inputs.shape[-1])
         return self._with_ones(_gram(rows.T), rows.sum(dim=0), len(rows)), len(rows)
 
-    def sketch(self, test: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return the sums of x x^T W, (F, l) float64, and of |x|^2, and the number of terms, for test vectors W (F, l)."""
-        each = self.of(slice(0, 1)).columns()[0]
-        total, trace = test.new_zeros(test.shape, dtype=torch.float64), test.new_zeros((), dtype=torch.float64)
-        for some in slices(0, self.num_examples, max(1, _PATCHES // each.numel())):
-            columns = self.of(some).columns().transpose(0, 1).flatten(1)
-            total += (columns @ (columns.T @ test.to(columns))).double()
-            trace += columns.square().sum(dtype=torch.float64)
-        return total, trace, self.num_examples * each.shape[1]
+    def column_blocks(self) -> Iterator[Tensor]:
+        """Yield (x, 1) at all positions of some examples, (F, n)."""
+        size = self.of(slice(0, 1)).columns().numel()
+        for some in slices(0, self.num_examples, max(1, _PATCHES // size)):
+            yield self.of(some).columns().transpose(0, 1).flatten(1)
 
     def in_basis(self, basis: Tensor) -> Tensor:
         """Return the coordinates of (x, 1) at each position, (n, F, T), in a basis V (F, k); see `coordinates`."""
