@@ -463,6 +463,14 @@ def test_training_is_brief_where_the_base_leaves_little_to_gain(cli: Cli, tmp_pa
     assert patient["elbo_after"]["value"] < found["elbo_after"]["value"] + 0.5
 
 
+def test_training_is_patient_where_the_base_leaves_more_to_gain(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, 0.1, arrays=make_arrays(num_train=300))
+    words = ("refine", run, "--prior-precision", "inherit", "--epochs", 150, "--elbo-draws", 64, "--json")
+    found = cli(*words).expect(0).json["metrics"]
+    assert found["log_weight_sd_before"] > 1
+    assert cli(*words, "--patience", 1, "--name", "brief").json["metrics"]["epochs_run"] < found["epochs_run"]
+
+
 @hmc_in_short
 def test_the_biases_follow(cli: Cli, tmp_path: Path, command: tuple[Any, ...]) -> None:
     run = make_run(cli, tmp_path, 300, "--bias-precision", 30)

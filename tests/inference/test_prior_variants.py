@@ -404,3 +404,14 @@ def test_a_gaussian_stands_for_the_posterior_where_that_predicts_the_same(num_tr
     )
     losses = held_out.losses(drawn.draws.flatten(0, 1)).mean()
     assert (abs(held_out.losses(gaussian.sample(2000, seeded())).mean() / losses - 1) < 0.01) == is_close
+
+
+def test_a_gaussian_far_from_the_posterior_never_stands_for_it() -> None:
+    """Even if no prediction depends on it."""
+    arrays = make_arrays(3, 5, 10, 60)
+    features, labels = torch.from_numpy(arrays["features_train"]), torch.from_numpy(arrays["labels_train"])
+    target = LastLayerTarget(features, labels, HeadLayout(5, 10, has_bias=False), Prior(0.01))
+    gaussian = gaussian_at_mode(target)
+    assert log_weight_spread(target, gaussian, seeded()) > 2 * CLOSE_LOG_WEIGHT_SD
+    held_out = target.held_out(torch.zeros_like(features), labels)
+    assert losses_if_close(target, gaussian, held_out, 100, seeded()) is None
