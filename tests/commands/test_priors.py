@@ -464,8 +464,8 @@ def test_training_is_brief_where_the_base_leaves_little_to_gain(cli: Cli, tmp_pa
 
 
 def test_training_is_patient_where_the_base_leaves_more_to_gain(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, 0.1, arrays=make_arrays(num_train=300))
-    words = ("refine", run, "--prior-precision", "inherit", "--epochs", 150, "--elbo-draws", 64, "--json")
+    run = make_run(cli, tmp_path, 0.01, arrays=make_arrays(num_train=200))
+    words = ("refine", run, "--prior-precision", "inherit", "--epochs", 600, "--elbo-draws", 64, "--json")
     found = cli(*words).expect(0).json["metrics"]
     assert found["log_weight_sd_before"] > 1
     assert cli(*words, "--patience", 1, "--name", "brief").json["metrics"]["epochs_run"] < found["epochs_run"]
